@@ -1,0 +1,66 @@
+# `make train` and `make test` set everything up by themselves; `make help` lists the targets.
+#
+#   make train ARGS="--steps 50"          options of `piper train`
+#   make test ARGS="-k split -x"          options of pytest
+#   PYTHON=/path/to/python make train     use that environment as it is, install nothing
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
+
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+
+# A candidate counts only if it runs: version managers leave names on the path that do not.
+CANDIDATES := python3.13 python3.12 python3.11 python3
+IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+
+.PHONY: help env train test lint format clean
+
+help:
+	@echo "make env     create $(VENV) with everything that Piper and its tests need"
+	@echo "make train   train the example model: two pipeline ranks, real text (ARGS=... to piper train)"
+	@echo "make test    lint, then all tests (ARGS=... to pytest)"
+	@echo "make lint    ruff check, ruff format --check, mypy --strict"
+	@echo "make format  rewrite the files as ruff wants them"
+	@echo "make clean   remove $(VENV), caches and build output; runs/ stays"
+
+env: $(READY)
+
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@for python in $(CANDIDATES); do \
+		if $$python -c '$(IS_USABLE)' >/dev/null 2>&1; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "Piper needs Python 3.11 or newer with the venv module; none of these is one: $(CANDIDATES)"; \
+		echo "hint: install it, or name an environment that has torch: PYTHON=/path/to/python make ..."; \
+		exit 1; \
+	fi; \
+	echo "Setting up $(VENV) with $$($$found --version) (once; torch is a large download)"; \
+	$$found -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+train: $(READY)
+	$(PY) -m piper_dynamo train --out $(OUT) $(ARGS)
+
+test: lint
+	$(PY) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy --strict -p piper_dynamo
+
+format: $(READY)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+clean:
+	rm -rf $(VENV) build dist piper_dynamo.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

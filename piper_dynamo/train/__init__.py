@@ -1,0 +1,1 @@
+"""The training run behind `piper train`: model, data, loop and run folder."""

@@ -1,0 +1,71 @@
+"""Packaging of piper-dynamo. Tool settings are in pyproject.toml, tested versions in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+
+
+def read_version() -> str:
+    """The one place that states the version is `__version__` in piper_dynamo/__init__.py."""
+    text = (ROOT / "piper_dynamo" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
+    if found is None:
+        raise RuntimeError('piper_dynamo/__init__.py has no line `__version__ = "..."`')
+    return found[1]
+
+
+setup(
+    name="piper-dynamo",
+    version=read_version(),
+    description="A torch.compile backend that turns a model plus directives into a distributed program",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The Piper developers",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    # Listed one by one: passes, lowering and runtime are links to root folders, which package
+    # discovery would either skip or ship a second time as top-level packages.
+    packages=[
+        "piper_dynamo",
+        "piper_dynamo.ir",
+        "piper_dynamo.lowering",
+        "piper_dynamo.passes",
+        "piper_dynamo.runtime",
+        "piper_dynamo.train",
+    ],
+    package_data={"piper_dynamo": ["py.typed"]},
+    zip_safe=False,
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.11,<2.15",
+        "numpy",
+        "click",
+        "matplotlib",
+        "tqdm",
+    ],
+    extras_require={
+        "test": [
+            "expecttest",
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "setuptools",  # torch imports it in places, and a test builds the wheel
+        ],
+        "triton": ["triton"],
+        "ray": ["ray"],
+    },
+    entry_points={
+        "torch_dynamo_backends": ["piper = piper_dynamo.backend:piper"],
+        "console_scripts": ["piper = piper_dynamo.cli:main"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
