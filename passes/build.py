@@ -1,0 +1,187 @@
+"""Build the one-microbatch DAG from the partitioned regions.
+
+Signature: regions' chunks -> DAG with one F and one B task per region, connected by the model's true dataflow.
+"""
+
+from torch import fx
+from torch.fx.node import Node
+
+from piper_dynamo.errors import PiperCaptureError
+from piper_dynamo.ir.graph import WEIGHT, Dag, call, pick, safe
+from piper_dynamo.ir.joint import ArgKind, Capture
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.task import Kind, Pass, RegionId, Task, TaskName
+from piper_dynamo.passes.cut import RegionGraph
+from piper_dynamo.passes.partition import Partition, Phase
+from piper_dynamo.passes.regions import Regions
+
+
+def build(
+    capture: Capture,
+    regions: Regions,
+    graphs: dict[RegionId, RegionGraph],
+    partitions: dict[RegionId, Partition],
+) -> Dag:
+    """The DAG of one microbatch.
+
+    rewrite:   region joints -> placeholders, F and B tasks, one bundle edge F -> B per region
+    requires:  no cycle among the regions' phases
+    keeps:     values
+    """
+    builder = _Builder(capture, regions, graphs, partitions)
+    for position in sorted(capture.placeholders):
+        builder.placeholder(position)
+    if capture.tangent is not None:
+        builder.weight()
+    phases = [(Pass.F, r) for r in regions.order]
+    if capture.tangent is not None:
+        phases += [(Pass.B, r) for r in reversed(regions.order)]
+    builder.run(phases)
+    return builder.finish()
+
+
+class _Builder:
+    def __init__(
+        self,
+        capture: Capture,
+        regions: Regions,
+        graphs: dict[RegionId, RegionGraph],
+        partitions: dict[RegionId, Partition],
+    ) -> None:
+        self.capture, self.regions = capture, regions
+        self.graphs, self.partitions = graphs, partitions
+        self.graph = fx.Graph()
+        self.values: dict[str, Node] = {}  # by name in the captured joint graph
+        self.bundles: dict[RegionId, Node] = {}
+        self.partial: dict[tuple[RegionId, str], Node] = {}
+        self.dag = Dag(
+            graph=self.graph,
+            chunks={},
+            args=capture.args,
+            outputs=capture.outputs,
+            loss=capture.loss,
+            regions={r: regions.where.get(r, "") for r in regions.order},
+            training=capture.tangent is not None,
+        )
+
+    def placeholder(self, position: int) -> None:
+        arg = self.capture.args[position]
+        if arg.kind is ArgKind.NUMBER:
+            return
+        source = next(
+            n for n in self.capture.graph.nodes if n.name == self.capture.placeholders[position]
+        )
+        node = self.graph.placeholder(safe(arg.name))
+        node.meta["arg"] = position
+        node.meta["spec"] = TensorSpec.of(source.meta["val"])
+        self.values[source.name] = node
+
+    def weight(self) -> None:
+        node = self.graph.placeholder(WEIGHT)
+        tangent = next(n for n in self.capture.graph.nodes if n.name == self.capture.tangent)
+        node.meta["spec"] = TensorSpec.of(tangent.meta["val"])
+        assert self.capture.tangent is not None
+        self.values[self.capture.tangent] = node
+
+    def run(self, phases: list[tuple[Pass, RegionId]]) -> None:
+        """Add the tasks as their inputs become known; forward order needs one sweep, accumulation may need more."""
+        left = list(phases)
+        while left:
+            waiting = []
+            for which, region in left:
+                if self._ready(which, region):
+                    self._add(which, region)
+                else:
+                    waiting.append((which, region))
+            if len(waiting) == len(left):
+                names = ", ".join(f"{which}.{region}" for which, region in waiting)
+                raise PiperCaptureError(f"the captured graph's regions wait for one another: {names}")
+            left = waiting
+
+    def _phase(self, which: Pass, region: RegionId) -> Phase | None:
+        partition = self.partitions[region]
+        return partition.forward if which is Pass.F else partition.backward
+
+    def _inputs(self, phase: Phase, region: RegionId) -> list[str]:
+        graph = self.graphs[region]
+        primals = [graph.primals[i] for i in phase.primals]
+        return primals + [graph.tangents[i] for i in phase.tangents]
+
+    def _ready(self, which: Pass, region: RegionId) -> bool:
+        phase = self._phase(which, region)
+        if which is Pass.B and phase is not None and phase.takes_bundle:
+            if region not in self.bundles:
+                return False
+        return phase is None or all(n in self.values for n in self._inputs(phase, region))
+
+    def _add(self, which: Pass, region: RegionId) -> None:
+        task = Task(
+            kind=Kind.COMPUTE,
+            name=TaskName(which=which, region=region),
+            where=self.regions.where.get(region, ""),
+        )
+        phase = self._phase(which, region)
+        bundle = self.bundles.get(region) if which is Pass.B else None
+        node = add_phase(
+            self.dag, task, phase, self.graphs[region], self.values, bundle
+        )
+        if phase is None:
+            return
+        names = self.graphs[region].forward if which is Pass.F else self.graphs[region].backward
+        for slot, result in enumerate(phase.results):
+            value = pick(
+                self.graph, node, slot, names[result], phase.chunk.outputs[slot]
+            )
+            self.values.setdefault(names[result], value)
+            self.partial[region, names[result]] = value
+        if phase.gives_bundle:
+            self.bundles[region] = pick(
+                self.graph, node, len(phase.results), f"bundle_{safe(str(region))}", None
+            )
+
+    def finish(self) -> Dag:
+        capture = self.capture
+        outputs = [
+            self.values[o.node] if o.node is not None else None for o in capture.outputs
+        ]
+        grads = {
+            position: [self.partial[region, node.name] for region, node in found.items()]
+            for position, found in self.regions.partials.items()
+        }
+        self.graph.output(
+            {
+                "loss": outputs[capture.loss] if capture.loss is not None else None,
+                "outputs": [o if i != capture.loss else None for i, o in enumerate(outputs)],
+                "grads": {str(p): parts for p, parts in sorted(grads.items())},
+                "buffers": {str(p): self.values[n] for p, n in sorted(capture.buffers.items())},
+            }
+        )
+        self.dag.graph.lint()
+        return self.dag
+
+
+def add_phase(
+    dag: Dag,
+    task: Task,
+    phase: Phase | None,
+    region: RegionGraph,
+    values: dict[str, Node],
+    bundle: Node | None,
+) -> Node:
+    """A task node that runs `phase` on the values it names; an empty phase keeps its place."""
+    from piper_dynamo.ir import ops
+
+    name = safe(str(task.name))
+    if phase is None:
+        return call(dag.graph, task, ops.nothing, (), name=name)
+    assert task.name is not None
+    target = safe(f"{task.name.which}_{region.region}")
+    dag.chunks[target] = phase.chunk
+    args: list[Node] = [values[region.primals[i]] for i in phase.primals]
+    if phase.takes_bundle:
+        assert bundle is not None
+        args.append(bundle)
+    args += [values[region.tangents[i]] for i in phase.tangents]
+    node = call(dag.graph, task, target, tuple(args), name=name)
+    node.meta["phase"] = phase
+    return node

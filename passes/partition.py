@@ -1,0 +1,286 @@
+"""Partition: a region's joint graph becomes the chunks F and B, or F, BI and BW.
+
+Terms: a *bundle* is what one phase keeps for the next on the same rank: it is sized, and never sent.
+
+Signature: region joint -> chunks with input and output positions. Regions whose joints are equal share one partition.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.node import Node
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.ir.alias import drop_dead, is_random
+from piper_dynamo.ir.chunk import Chunk, make_chunk, structural_key
+from piper_dynamo.passes.cut import RegionGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One chunk of a region, with what it reads by position.
+
+    Attributes:
+        chunk: Its code.
+        primals: Which of the region's primals it takes, in order.
+        takes_bundle: Whether the previous phase's bundle comes next.
+        tangents: Which of the region's tangents it takes, last.
+        results: Which of the region's forward (for F) or backward outputs it gives, in order.
+        gives_bundle: Whether it leaves a bundle for the next phase.
+    """
+
+    chunk: Chunk
+    primals: tuple[int, ...]
+    takes_bundle: bool
+    tangents: tuple[int, ...]
+    results: tuple[int, ...]
+    gives_bundle: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """The phases of a class of equal regions. A phase that would compute nothing is None."""
+
+    forward: Phase | None
+    backward: Phase | None
+    input_grad: Phase | None
+    weight_grad: Phase | None
+
+
+class Partitioner:
+    """Partitions regions, each class of equal ones once."""
+
+    def __init__(self, mode: compat.FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[tuple[str, int, tuple[bool, ...], tuple[bool, ...]], Partition] = {}
+
+    def __call__(self, region: RegionGraph, keeps_primal: tuple[bool, ...]) -> Partition:
+        """The region's phases.
+
+        Args:
+            region: Its joint graph.
+            keeps_primal: For each primal, whether the rank holds it anyway until the backward (parameters, buffers,
+                data): such values are read again, others travel in the bundle.
+        """
+        key = (structural_key(region.graph), len(region.forward), region.needed_early, keeps_primal)
+        if key not in self._known:
+            self._known[key] = self._partition(region, keeps_primal)
+        return self._known[key]
+
+    def _partition(self, region: RegionGraph, keeps_primal: tuple[bool, ...]) -> Partition:
+        num_forward = len(region.forward)
+        forward, backward, saved = self._split(region, num_forward)
+        names = [n.name for n in region.graph.find_nodes(op="placeholder")]
+        primal_index = {name: i for i, name in enumerate(names[: len(region.primals)])}
+        tangent_index = {name: i for i, name in enumerate(names[len(region.primals) :])}
+        again = [
+            n for n in saved if n in primal_index and keeps_primal[primal_index[n]]
+        ]
+        bundled = [n for n in saved if n not in again]
+        _set_outputs(forward, num_forward, bundled)
+        phase_f = _phase(
+            forward,
+            primal_index,
+            {},
+            bundled=(),
+            results=tuple(range(num_forward)),
+            gives_bundle=bool(bundled),
+        )
+        if backward is None:
+            return Partition(forward=phase_f, backward=None, input_grad=None, weight_grad=None)
+        everything = tuple(range(len(region.backward)))
+        phase_b = _phase(
+            backward, primal_index, tangent_index, bundled, results=everything, gives_bundle=False
+        )
+        if all(region.needed_early):
+            return Partition(
+                forward=phase_f, backward=phase_b, input_grad=phase_b, weight_grad=None
+            )
+        if not any(region.needed_early):
+            return Partition(
+                forward=phase_f, backward=phase_b, input_grad=None, weight_grad=phase_b
+            )
+        early, late, kept, early_results, late_results = _split_backward(
+            backward, region.needed_early, primal_index, keeps_primal
+        )
+        phase_bi = _phase(
+            early, primal_index, tangent_index, bundled, early_results, gives_bundle=bool(kept)
+        )
+        phase_bw = _phase(
+            late, primal_index, tangent_index, kept, late_results, gives_bundle=False
+        )
+        return Partition(
+            forward=phase_f, backward=phase_b, input_grad=phase_bi, weight_grad=phase_bw
+        )
+
+    def _split(
+        self, region: RegionGraph, num_forward: int
+    ) -> tuple[fx.Graph, fx.Graph | None, list[str]]:
+        """Forward graph, backward graph and the names of the saved values (forward nodes or primals)."""
+        graph = region.graph
+        if not region.backward:
+            return _copy(graph), None, []
+        for node in graph.nodes:
+            _mark(node)
+        joint = fx.GraphModule(torch.nn.Module(), graph)
+        inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+        fw, bw = compat.min_cut_partition(joint, inputs, num_forward, self._mode)
+        fw_outputs = fw.graph.find_nodes(op="output")[0].args[0]
+        saved_nodes = list(fw_outputs[num_forward:])
+        bw_inputs = list(bw.graph.find_nodes(op="placeholder"))
+        saved = [n.name for n in saved_nodes]
+        forward, backward = fw.graph, _copy(bw.graph)
+        # The partitioner's backward takes the saved values by position, then the tangents.
+        by_name = {n.name: n for n in backward.find_nodes(op="placeholder")}
+        for name, old in zip(saved, bw_inputs[: len(saved)], strict=True):
+            by_name[old.name].meta["saved"] = name
+        return forward, backward, saved
+
+
+def _mark(node: Node) -> None:
+    """Tell the partitioner what may be recomputed."""
+    if node.meta.get("piper_free"):
+        node.meta["recompute"] = compat.CheckpointPolicy.MUST_RECOMPUTE
+    elif is_random(node) or any(is_random(i) for i in node.all_input_nodes):
+        # Drawn again, a mask would differ; the seed belongs to the forward chunk.
+        node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
+    if "recompute" in node.meta:
+        node.meta.setdefault("ac_graph_id", 0)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    output = new.graph_copy(graph, {})
+    new.output(output)
+    return new
+
+
+def _set_outputs(graph: fx.Graph, num_results: int, bundled: list[str]) -> None:
+    """Give the results, then the bundle; drop other saved values from the outputs."""
+    output = graph.find_nodes(op="output")[0]
+    by_name = {n.name: n for n in graph.nodes}
+    results = list(output.args[0])[:num_results]
+    output.args = ((*results, *(by_name[n] for n in bundled)),)
+
+
+def _phase(
+    graph: fx.Graph,
+    primal_index: dict[str, int],
+    tangent_index: dict[str, int],
+    bundled: list[str] | tuple[str, ...],
+    results: tuple[int, ...],
+    *,
+    gives_bundle: bool,
+) -> Phase | None:
+    """Normalise a graph to primals it reads, the bundle, tangents it reads; None where it computes nothing."""
+    drop_dead(graph)
+    new = fx.Graph()
+    values: dict[Node, Node] = {}
+    order = {name: i for i, name in enumerate(bundled)}
+    groups: dict[str, list[tuple[int, Node]]] = {"primals": [], "saved": [], "tangents": []}
+    for node in graph.find_nodes(op="placeholder"):
+        name = node.meta.get("saved", node.name)
+        if name in order:
+            groups["saved"].append((order[name], node))
+        elif name in primal_index:
+            if node.users:
+                groups["primals"].append((primal_index[name], node))
+        elif name in tangent_index:
+            if node.users:
+                groups["tangents"].append((tangent_index[name], node))
+        else:
+            raise AssertionError(f"{name} is neither saved, primal nor tangent")
+    found = {i for i, _ in groups["saved"]}
+    assert found == set(range(len(bundled))), (found, bundled)
+    for prefix, members in groups.items():
+        for count, (_, node) in enumerate(sorted(members, key=lambda m: m[0])):
+            values[node] = new.placeholder(f"{prefix}_{count + 1}")
+            values[node].meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            values[node] = new.node_copy(node, values.__getitem__)
+    outputs = graph.find_nodes(op="output")[0].args[0]
+    new.output(tuple(values[n] if isinstance(n, Node) else n for n in outputs))
+    if not outputs:
+        return None
+    return Phase(
+        chunk=make_chunk(new, len(results)),
+        primals=tuple(sorted(i for i, _ in groups["primals"])),
+        takes_bundle=bool(bundled),
+        tangents=tuple(sorted(i for i, _ in groups["tangents"])),
+        results=results,
+        gives_bundle=gives_bundle,
+    )
+
+
+def _split_backward(
+    backward: fx.Graph,
+    needed_early: tuple[bool, ...],
+    primal_index: dict[str, int],
+    keeps_primal: tuple[bool, ...],
+) -> tuple[fx.Graph, fx.Graph, list[str], tuple[int, ...], tuple[int, ...]]:
+    """BI: what the early outputs need. BW: the rest, from values that BI keeps; nothing is computed twice.
+
+    Returns:
+        BI's graph, BW's graph, names of the values BI keeps, and which backward outputs each gives.
+    """
+    outputs = list(backward.find_nodes(op="output")[0].args[0])
+    early: set[Node] = set()
+    stack = [o for o, now in zip(outputs, needed_early, strict=True) if now and isinstance(o, Node)]
+    while stack:
+        node = stack.pop()
+        if node not in early:
+            early.add(node)
+            stack += node.all_input_nodes
+    # The results of one operator stay together: a tuple cannot be kept, its members can.
+    for node in backward.nodes:
+        source = node.args[0] if node.args else None
+        if isinstance(source, Node) and source in early and _is_tuple(source):
+            early.add(node)
+    made_early = {n for n in early if n.op != "placeholder"}
+    gives_early = [now or (isinstance(o, Node) and o in made_early) for o, now in zip(outputs, needed_early, strict=True)]
+    late_outputs = [o for o, now in zip(outputs, gives_early, strict=True) if not now]
+    needs: set[Node] = set()
+    late: set[Node] = set()
+    stack = [o for o in late_outputs if isinstance(o, Node)]
+    while stack:
+        node = stack.pop()
+        if node in made_early or node.op == "placeholder":
+            needs.add(node)
+        elif node not in late:
+            late.add(node)
+            stack += node.all_input_nodes
+    kept = [n for n in backward.nodes if n in needs and not _read_again(n, primal_index, keeps_primal)]
+    bi, bw = fx.Graph(), fx.Graph()
+    values: dict[Node, Node] = {}
+    for node in backward.nodes:
+        if node.op == "placeholder" or node in made_early:
+            values[node] = bi.node_copy(node, values.__getitem__)
+    bi_outputs = [o for o, now in zip(outputs, gives_early, strict=True) if now]
+    bi.output(tuple(values[o] if isinstance(o, Node) else o for o in (*bi_outputs, *kept)))
+    values = {}
+    for node in backward.nodes:
+        if node in needs:
+            values[node] = bw.placeholder(node.name)
+            values[node].meta = dict(node.meta)
+            values[node].meta["saved"] = node.meta.get("saved", node.name) if node not in kept else node.name
+        elif node in late:
+            values[node] = bw.node_copy(node, values.__getitem__)
+    bw.output(tuple(values[o] if isinstance(o, Node) else o for o in late_outputs))
+    return (
+        bi,
+        bw,
+        [n.name for n in kept],
+        tuple(i for i, now in enumerate(gives_early) if now),
+        tuple(i for i, now in enumerate(gives_early) if not now),
+    )
+
+
+def _is_tuple(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _read_again(node: Node, primal_index: dict[str, int], keeps_primal: tuple[bool, ...]) -> bool:
+    name = node.meta.get("saved", node.name)
+    return name in primal_index and keeps_primal[primal_index[name]]

@@ -1,0 +1,342 @@
+"""Regions: which part of the model each node of the joint graph belongs to.
+
+Terms: a *run* is a stretch of consecutive forward nodes with the same tags; a *region* is the union of runs with the
+same tags, split into *visits* where the union would make a cycle (PP 0 -> 1 -> 0). A node is *free* when it is
+computed from parameters and constants alone: free nodes belong to no region and are recomputed wherever they are used.
+A *tail* is a backward node that carries a parameter's gradient back through free nodes (a transpose, a cast, the sum of
+two uses): it is linear, so each region keeps its own partial gradient instead of a sum across regions.
+
+Signature: joint graph -> region of every node that is not free, partial gradients per parameter and region.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.node import Node
+
+from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.alias import is_random
+from piper_dynamo.ir.joint import ENTRY, OUTPUT_COPY, PREFIX, ArgKind, Capture
+from piper_dynamo.ir.spec import user_line
+from piper_dynamo.ir.task import RegionId
+
+Tags = tuple[tuple[str, int], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Regions:
+    """The joint graph cut into regions.
+
+    Attributes:
+        order: Regions in forward order.
+        of: Region of each node that is neither a placeholder nor free.
+        is_backward: Names of the nodes that depend on the loss's tangent.
+        partials: For each argument position with a gradient: the partial gradient of each region.
+        where: The first user line of each region.
+        untagged: User lines of forward nodes that carried no tag, and the region they joined.
+    """
+
+    order: tuple[RegionId, ...]
+    of: dict[Node, RegionId]
+    is_backward: set[Node]
+    partials: dict[int, dict[RegionId, Node]]
+    where: dict[RegionId, str]
+    untagged: tuple[tuple[str, RegionId], ...] = field(default=())
+
+
+def find_regions(capture: Capture) -> Regions:
+    """Assign every node of the joint graph to a region.
+
+    rewrite:   a parameter's gradient summed over regions -> one partial gradient per region
+    requires:  the graph is functional; forward nodes come before the backward nodes they feed
+    keeps:     values up to summation order; every node's meta
+    """
+    graph = capture.graph
+    backward = _tangent_dependents(capture)
+    free = _free_nodes(capture, backward)
+    tags = {n: _tags(n) for n in graph.nodes if n.op == "call_function"}
+    tags = _number_entries(tags)
+    forward = [n for n in graph.nodes if n.op == "call_function" and n not in backward and n not in free]
+    untagged = _adopt(forward, tags)
+    of, order = _merge_runs(forward, tags)
+    seq = _forward_by_seq(forward, of)
+    last = {region.tags: region for region in order}
+    tails = _tails(capture, backward, free, seq)
+    grad_nodes = _grad_nodes(capture)
+    _place_backward(graph, backward, tails, tags, seq, last, of, order)
+    partials = _split_tails(capture, grad_nodes, tails, of, order)
+    where: dict[RegionId, str] = {}
+    for node in forward:
+        line = user_line(node)
+        if line:
+            where.setdefault(of[node], line)
+    return Regions(
+        order=order,
+        of=of,
+        is_backward=backward | {n for found in partials.values() for n in found.values()},
+        partials=partials,
+        where=where,
+        untagged=tuple((user_line(n), of[n]) for n in untagged),
+    )
+
+
+def _tangent_dependents(capture: Capture) -> set[Node]:
+    found: set[Node] = set()
+    for node in capture.graph.nodes:
+        if node.name == capture.tangent or any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _free_nodes(capture: Capture, backward: set[Node]) -> set[Node]:
+    """Nodes computed from parameters, unchanging buffers and constants alone."""
+    sources = {
+        capture.placeholders[a.position]
+        for a in capture.args
+        if a.kind is ArgKind.PARAMETER
+        or (a.kind is ArgKind.BUFFER and a.position not in capture.buffers)
+    }
+    keep = {o.node for o in capture.outputs} | set(capture.buffers.values())
+    free: set[Node] = set()
+    for node in capture.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in sources:
+                free.add(node)
+        elif (
+            node.op in ("call_function", "get_attr")
+            and node not in backward
+            and not is_random(node)
+            and node.name not in keep
+            and all(i in free for i in node.all_input_nodes)
+        ):
+            free.add(node)
+    return {n for n in free if n.op != "placeholder"}
+
+
+def _tags(node: Node) -> dict[str, int]:
+    custom = node.meta.get("custom") or {}
+    return {
+        key.removeprefix(PREFIX): value
+        for key, value in custom.items()
+        if key.startswith(PREFIX) and isinstance(value, int) and key != OUTPUT_COPY
+    }
+
+
+def _number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, int]]:
+    """Turn the fresh numbers of annotations without an index into 0, 1, 2, ... in order of entry."""
+    entries: dict[str, set[int]] = defaultdict(set)
+    explicit: set[str] = set()
+    for found in tags.values():
+        for key, value in found.items():
+            if key.endswith(ENTRY):
+                entries[key].add(value)
+            else:
+                explicit.add(key)
+    mixed = sorted(key.removesuffix(ENTRY) for key in entries if key.removesuffix(ENTRY) in explicit)
+    if mixed:
+        raise PiperCaptureError(
+            format_error(
+                "a tag is annotated both with and without an index",
+                {"tags": ", ".join(mixed)},
+                hint="give every piper.annotate of one name an index, or none",
+            )
+        )
+    index = {key: {v: i for i, v in enumerate(sorted(values))} for key, values in entries.items()}
+    return {
+        node: {
+            key.removesuffix(ENTRY): index[key][value] if key in index else value
+            for key, value in found.items()
+        }
+        for node, found in tags.items()
+    }
+
+
+def _adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
+    """Give untagged forward nodes the tags of their nearest producer, or of their first consumer where inputs are all they read."""
+    place = {node: i for i, node in enumerate(forward)}
+    untagged = [n for n in forward if not tags[n]]
+    if len(untagged) == len(forward):
+        return []
+    for node in untagged:
+        producers = [i for i in node.all_input_nodes if i in place and tags[i]]
+        if producers:
+            tags[node] = tags[max(producers, key=place.__getitem__)]
+    for node in reversed(untagged):
+        if not tags[node]:
+            consumers = [u for u in node.users if u in place and tags[u]]
+            if consumers:
+                tags[node] = tags[min(consumers, key=place.__getitem__)]
+    first = next(tags[n] for n in forward if tags[n])
+    for node in untagged:  # reads and feeds nothing tagged: an output made of inputs alone
+        tags[node] = tags[node] or first
+    return untagged
+
+
+def _merge_runs(
+    forward: list[Node], tags: dict[Node, dict[str, int]]
+) -> tuple[dict[Node, RegionId], tuple[RegionId, ...]]:
+    """Regions from runs: a run joins the last region of its tags unless a path leaves that region and comes back."""
+    of: dict[Node, RegionId] = {}
+    before: dict[RegionId, set[RegionId]] = {}  # all regions a region depends on
+    last: dict[Tags, RegionId] = {}
+    run: list[Node] = []
+
+    def close() -> None:
+        if not run:
+            return
+        key = tuple(tags[run[0]].items())
+        sources = {of[i] for n in run for i in n.all_input_nodes if i in of}
+        region = last.get(key)
+        comes_back = region is not None and any(
+            s != region and region in before[s] for s in sources
+        )
+        if region is None or comes_back:
+            region = RegionId(tags=key, visit=0 if region is None else region.visit + 1)
+            before[region] = set()
+            last[key] = region
+        ancestors = (sources | {a for s in sources for a in before[s]}) - {region}
+        for other, known in before.items():
+            if other == region or region in known:
+                known |= ancestors
+        for node in run:
+            of[node] = region
+        run.clear()
+
+    for node in forward:
+        source = node.args[0] if node.args else None
+        if run and _is_getitem(node) and isinstance(source, Node) and source in run:
+            tags[node] = tags[run[0]]
+        if run and tags[node] != tags[run[0]]:
+            close()
+        run.append(node)
+    close()
+    order = _topological(list(before), before)
+    return of, order
+
+
+def _topological(regions: list[RegionId], before: dict[RegionId, set[RegionId]]) -> tuple[RegionId, ...]:
+    """Forward order; among the ready ones, the first seen."""
+    done: list[RegionId] = []
+    left = list(regions)
+    while left:
+        ready = next(r for r in left if not (before[r] & set(left)))
+        done.append(ready)
+        left.remove(ready)
+    return tuple(done)
+
+
+def _is_getitem(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def _forward_by_seq(forward: list[Node], of: dict[Node, RegionId]) -> dict[int, RegionId]:
+    return {n.meta["seq_nr"]: of[n] for n in forward if n.meta.get("seq_nr") is not None}
+
+
+def _grad_nodes(capture: Capture) -> dict[int, Node]:
+    by_name = {n.name: n for n in capture.graph.nodes}
+    return {position: by_name[name] for position, name in capture.grads.items()}
+
+
+def _tails(
+    capture: Capture, backward: set[Node], free: set[Node], seq: dict[int, RegionId]
+) -> set[Node]:
+    """Backward nodes that only carry parameter gradients through free nodes."""
+    free_seq = {n.meta.get("seq_nr") for n in free} - {None}
+    params = {a.position for a in capture.args if a.kind is not ArgKind.DATA}
+    ends = {node for position, node in _grad_nodes(capture).items() if position in params}
+    tails: set[Node] = set()
+    for node in reversed(list(capture.graph.nodes)):
+        if node not in backward or node.op != "call_function":
+            continue
+        if not (node in ends or node.users) or not all(user in tails for user in node.users):
+            continue
+        number = node.meta.get("seq_nr")
+        of_free = number in free_seq and number not in seq
+        if _is_accumulation(node) or of_free:
+            carried = [i for i in node.all_input_nodes if i in backward]
+            if _is_sum(node) or len(carried) == 1:
+                tails.add(node)
+    return tails
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+
+
+def _is_accumulation(node: Node) -> bool:
+    return bool(node.meta.get("is_gradient_acc")) and _is_sum(node)
+
+
+def _place_backward(
+    graph: fx.Graph,
+    backward: set[Node],
+    tails: set[Node],
+    tags: dict[Node, dict[str, int]],
+    seq: dict[int, RegionId],
+    last: dict[Tags, RegionId],
+    of: dict[Node, RegionId],
+    order: tuple[RegionId, ...],
+) -> None:
+    """Regions of backward nodes other than tails, and of forward-valued nodes that autograd made."""
+    late: list[Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node in of or node in tails or node not in backward:
+            continue
+        found = None
+        if not _is_accumulation(node):
+            found = seq.get(node.meta.get("seq_nr", -1))
+            if found is None or (tags[node] and found.tags != tuple(tags[node].items())):
+                found = last.get(tuple(tags[node].items()), found) if tags[node] else found
+        if found is None:
+            late.append(node)
+        else:
+            of[node] = found
+    rank = {region: i for i, region in enumerate(order)}
+    for node in late:
+        sources = {of[i] for i in node.all_input_nodes if i in of and i in backward}
+        if len(sources) == 1:
+            of[node] = next(iter(sources))
+            continue
+        users = [of[u] for u in node.users if u in of]
+        candidates = users or list(sources)
+        # The forward value was made in the region that uses its gradient: the earliest one in forward order.
+        of[node] = min(candidates, key=rank.__getitem__) if candidates else order[-1]
+
+
+def _split_tails(
+    capture: Capture,
+    grads: dict[int, Node],
+    tails: set[Node],
+    of: dict[Node, RegionId],
+    order: tuple[RegionId, ...],
+) -> dict[int, dict[RegionId, Node]]:
+    """Each region's partial gradient of each argument; copies of tails are added to the graph where regions differ."""
+    rank = {region: i for i, region in enumerate(order)}
+    split: dict[Node, dict[RegionId, Node]] = {}
+    for node in [n for n in capture.graph.nodes if n in tails]:
+        parts = [split.get(i) or {of[i]: i} for i in node.all_input_nodes if i in split or i in of]
+        regions = sorted({r for part in parts for r in part}, key=rank.__getitem__)
+        if len(regions) == 1:
+            of[node] = regions[0]
+            split[node] = {regions[0]: node}
+            continue
+        found: dict[RegionId, Node] = {}
+        for region in regions:
+            mine = [part[region] for part in parts if region in part]
+            if _is_sum(node) and len(mine) == 1:
+                found[region] = mine[0]
+                continue
+            originals = [i for i in node.all_input_nodes if i in split or i in of]
+            swap = dict(zip(originals, [p.get(region) for p in parts], strict=True))
+            with capture.graph.inserting_after(node):
+                copy = capture.graph.node_copy(node, lambda i, swap=swap: swap.get(i) or i)  # type: ignore[misc]
+            of[copy] = region
+            found[region] = copy
+        split[node] = found
+    partials: dict[int, dict[RegionId, Node]] = {}
+    for position, node in grads.items():
+        partials[position] = split.get(node) or {of.get(node, order[-1]): node}
+    return partials

@@ -1,0 +1,168 @@
+"""Every private or version-dependent name of torch that Piper uses, in one place (torch 2.11 - 2.14)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._dynamo import assume_constant_result as _assume_constant_result
+from torch._dynamo import mark_dynamic as _mark_dynamic
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    TensorifyScalarRestartAnalysis,
+    UserError,
+)
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    ShapeEnv,
+)
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "BackendCompilerFailed",
+    "CheckpointPolicy",
+    "ConstraintViolationError",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "TensorifyScalarRestartAnalysis",
+    "UserError",
+    "annotate",
+    "assume_constant_result",
+    "fake_tracing",
+    "graph_break_of",
+    "mark_dynamic",
+    "min_cut_partition",
+    "source_chain",
+    "source_name",
+    "trace_forward",
+    "trace_joint",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def annotate(tags: dict[str, Any]) -> Any:
+    """torch's annotation context manager: writes `tags` into the `meta["custom"]` of what is traced."""
+    return fx_traceback.annotate(tags)
+
+
+def assume_constant_result(fn: F) -> F:
+    """Dynamo calls `fn` while tracing and burns its result into the graph."""
+    return _assume_constant_result(fn)  # type: ignore[no-any-return]
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Make `dim` of `tensor` symbolic in the next trace; being specialised is then an error."""
+    _mark_dynamic(tensor, dim)
+
+
+def graph_break_of(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """Why and where (`file:line`) Dynamo cut this graph, or None where it holds the whole call."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    stack = list(getattr(reason, "user_stack", ()) or ())
+    where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
+    return str(reason.reason), where
+
+
+def source_name(source: Any) -> str:
+    """The expression of a Dynamo source, e.g. `L['self']._parameters['w']`."""
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def source_chain(source: Any) -> list[Any]:
+    """A Dynamo source and its bases, outermost first."""
+    chain = []
+    while source is not None:
+        chain.append(source)
+        source = getattr(source, "base", None)
+    return chain
+
+
+@contextmanager
+def fake_tracing(mode: FakeTensorMode) -> Iterator[None]:
+    """A tracing context of `mode`, which AOTAutograd and the partitioner ask for."""
+    with tracing(TracingContext(mode)):
+        yield
+
+
+class _Captured(Exception):
+    """Carries the traced graph out of AOTAutograd, before it compiles anything."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__("captured")
+        self.gm = gm
+
+
+def _unused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("nothing is compiled while capturing")
+
+
+def _flat_graph(gm: fx.GraphModule) -> fx.Graph:
+    """A plain copy of the graph: raw joints have a pytree calling convention."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, values)
+    node = graph.output(output)
+    node.meta.update(gm.graph.find_nodes(op="output")[0].meta)
+    return graph
+
+
+def trace_joint(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx.Graph:
+    """The joint forward-backward graph of `gm` on fake `args`: functional, undecomposed, untouched by a partitioner.
+
+    Placeholders are `primals_*` then `tangents_*`; the output node's `meta["desc"]` says what each output is.
+    """
+
+    def capture(joint: fx.GraphModule, *unused: Any, **kwargs: Any) -> Any:
+        raise _Captured(joint)
+
+    try:
+        with fake_tracing(mode), torch.enable_grad():
+            aot_module_simplified(
+                gm, args, fw_compiler=_unused, bw_compiler=_unused, partition_fn=capture
+            )
+    except _Captured as captured:
+        return _flat_graph(captured.gm)
+    raise AssertionError("AOTAutograd did not partition")
+
+
+def trace_forward(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx.Graph:
+    """The forward graph of `gm` under no_grad; the form is that of `trace_joint` without tangents."""
+
+    def capture(forward: fx.GraphModule, *unused: Any, **kwargs: Any) -> Any:
+        raise _Captured(forward)
+
+    try:
+        with fake_tracing(mode), torch.no_grad():
+            aot_module_simplified(
+                gm, args, fw_compiler=capture, bw_compiler=_unused, inference_compiler=capture
+            )
+    except _Captured as captured:
+        return _flat_graph(captured.gm)
+    raise AssertionError("AOTAutograd did not compile")
+
+
+def min_cut_partition(
+    joint: fx.GraphModule, inputs: list[Any], num_fwd_outputs: int, mode: FakeTensorMode
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's min-cut partitioner. Never recomputes a matmul unless the user's checkpoint asks for it."""
+    # The ban on recomputing what is materialised for the backward keeps values that are one cheap kernel away: lifting
+    # it cuts the saved bytes of a Llama block by a third and recomputes no matmul.
+    with (
+        fake_tracing(mode),
+        functorch_config.patch(recompute_views=True, ban_recompute_materialized_backward=False),
+    ):
+        return min_cut_rematerialization_partition(  # type: ignore[no-any-return]
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=[]
+        )

@@ -1,0 +1,392 @@
+"""From Dynamo's graph of a call to the joint graph of one microbatch.
+
+The joint graph is traced anew at the microbatch's sizes with fake tensors only, so nothing is computed and no state is
+touched. Dynamo's graph has symbols for the batch dims (see `batch.py`), which take the microbatch's sizes here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Node
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.alias import drop_aliases, root
+from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output
+from piper_dynamo.ir.spec import TensorSpec, user_line
+
+def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
+    """What each placeholder of Dynamo's graph is, from its source."""
+    args: list[Arg] = []
+    for position, (node, example) in enumerate(zip(_placeholders(gm.graph), examples, strict=True)):
+        grapharg = node.meta.get("grapharg")
+        source = grapharg.source if grapharg is not None else None
+        if isinstance(example, torch.Tensor):
+            is_state = isinstance(example, torch.nn.Parameter) or _is_module_state(source)
+            kind = ArgKind.DATA
+            if is_state:
+                trained = isinstance(example, torch.nn.Parameter)
+                kind = ArgKind.PARAMETER if trained else ArgKind.BUFFER
+            args.append(
+                Arg(
+                    kind=kind,
+                    name=user_name(source, node.name),
+                    position=position,
+                    spec=TensorSpec.of(example),
+                    requires_grad=example.requires_grad,
+                )
+            )
+        elif isinstance(example, int | float | bool | torch.SymInt | torch.SymFloat):
+            args.append(
+                Arg(
+                    kind=ArgKind.NUMBER,
+                    name=user_name(source, node.name),
+                    position=position,
+                    size_of=_size_of(source),
+                )
+            )
+        else:
+            raise PiperCaptureError(
+                format_error(
+                    f"argument of an unsupported type: {type(example).__name__}",
+                    {"argument": user_name(source, node.name)},
+                    hint="pass tensors, numbers, strings or None (in lists, tuples and dicts)",
+                )
+            )
+    return tuple(args)
+
+
+def trace(
+    gm: fx.GraphModule,
+    args: tuple[Arg, ...],
+    numbers: dict[int, Any],
+    batch_dims: dict[int, int],
+    num_microbatches: int,
+    *,
+    loss: int | None,
+    training: bool,
+) -> Capture:
+    """The graph of one microbatch.
+
+    Args:
+        gm: Dynamo's graph.
+        args: Its arguments with the sizes of the whole batch.
+        numbers: Value of each number argument that is not a tensor's size, by position.
+        batch_dims: The dim along which each data argument is split, by position; others are replicated.
+        num_microbatches: Into how many slices.
+        loss: Which of the graph's tensor outputs is the loss; None chooses the only differentiable scalar.
+        training: The joint graph, else the forward graph under no_grad.
+
+    Raises:
+        PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or has several possible losses.
+    """
+    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv())
+    fakes = _fake_args(mode, args, numbers, batch_dims, num_microbatches)
+    full = _fake_args(mode, args, numbers, {}, 1)
+    results = _fake_run(gm, fakes, mode, args)
+    at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, args)
+    loss = _choose_loss(results, loss)
+    if training and loss is None:
+        raise PiperCaptureError(no_loss_message(results))
+    prepared = _detach_outputs(gm, loss)
+    graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
+    _drop_output_copies(graph)
+    drop_aliases(graph)
+    capture = _read_ends(graph, args, results, at_full, loss, mode)
+    return capture
+
+
+def no_loss_message(results: Sequence[Any]) -> str:
+    """Why no output can be the loss."""
+    tensors = [r for r in results if isinstance(r, torch.Tensor)]
+    scalars = [i for i, r in enumerate(results) if _is_loss(r)]
+    shapes = ", ".join(f"{i}: {tuple(t.shape)}" for i, t in enumerate(tensors)) or "none"
+    title = "no output of the model can be the loss" if not scalars else "several outputs could be the loss"
+    return format_error(
+        title,
+        {"tensor outputs": shapes, "differentiable scalars": scalars or "none"},
+        hint=(
+            "return a scalar loss from forward, or name it: piper.Strategy(..., loss=<key, path or index>) "
+            "with piper.prepare or piper.compile"
+        ),
+    )
+
+
+def user_name(source: Any, default: str) -> str:
+    """The user's own name for a source: `layers.0.weight` for state, `batch['tokens']` for data."""
+    if source is None:
+        return default
+    parts: list[str] = []
+    for link in reversed(compat.source_chain(source)):
+        local = getattr(link, "local_name", None) or getattr(link, "global_name", None)
+        if local is not None:
+            parts = [str(local)]
+            continue
+        index = getattr(link, "index", None)
+        member = getattr(link, "member", None)
+        if member is not None and member not in ("_modules", "_parameters", "_buffers", "_orig_mod"):
+            parts.append(f".{member}")
+        elif index is not None and type(link).__name__ != "ConstDictKeySource":
+            parts.append(f".{index}" if _is_module_state(link) else f"[{index!r}]")
+    if not parts:
+        return default
+    if _is_module_state(source) and len(parts) > 1:
+        return "".join(parts[1:]).lstrip(".")
+    return "".join(parts)
+
+
+def _placeholders(graph: fx.Graph) -> list[Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _is_module_state(source: Any) -> bool:
+    """Whether a source hangs off a module (its parameter, buffer or plain attribute) or is a global."""
+    if source is None:
+        return False
+    for link in compat.source_chain(source):
+        kind = type(link).__name__
+        if "NNModuleSource" in kind or "ParamBuffer" in kind or kind == "GlobalSource":
+            return True
+        if getattr(link, "local_name", None) == "self":
+            return True
+    return False
+
+
+def _size_of(source: Any) -> tuple[str, int] | None:
+    if type(source).__name__ != "TensorPropertySource" or "SIZE" not in str(source.prop):
+        return None
+    return user_name(source.base, ""), int(source.idx)
+
+
+def _fake_args(
+    mode: compat.FakeTensorMode,
+    args: tuple[Arg, ...],
+    numbers: dict[int, Any],
+    batch_dims: dict[int, int],
+    num_microbatches: int,
+) -> list[Any]:
+    """Fresh fake tensors, data at the microbatch's sizes (slices are made contiguous); sizes follow their tensors."""
+    fakes: dict[int, Any] = {}
+    shapes: dict[str, Sequence[int]] = {}
+    for arg in args:
+        if arg.spec is None:
+            continue
+        spec = arg.spec
+        if arg.kind is ArgKind.DATA:
+            spec = spec.contiguous()
+            if arg.position in batch_dims:
+                spec = spec.divided(batch_dims[arg.position], num_microbatches)
+        with mode:
+            fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        fakes[arg.position] = fake.requires_grad_(arg.requires_grad)
+        shapes[arg.name] = spec.shape
+    for arg in args:
+        if arg.spec is None:
+            if arg.size_of is not None and arg.size_of[0] in shapes:
+                fakes[arg.position] = shapes[arg.size_of[0]][arg.size_of[1]]
+            else:
+                fakes[arg.position] = numbers[arg.position]
+    return [fakes[arg.position] for arg in args]
+
+
+class _Locate(fx.Interpreter):
+    """Runs the graph and remembers the node it is at, for the error message."""
+
+    node: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
+
+def _fake_run(
+    gm: fx.GraphModule, fakes: list[Any], mode: compat.FakeTensorMode, args: tuple[Arg, ...]
+) -> list[Any]:
+    """The graph's outputs on fake arguments, gradients on, so that the differentiable ones show."""
+    with mode:
+        copies = [
+            f.clone().detach().requires_grad_(f.requires_grad) if isinstance(f, torch.Tensor) else f
+            for f in fakes
+        ]
+    runner = _Locate(gm)
+    try:
+        with mode, torch.enable_grad():
+            results = runner.run(*copies)
+    except Exception as error:
+        node = runner.node
+        sizes = {
+            arg.name: tuple(fake.shape)
+            for arg, fake in zip(args, fakes, strict=True)
+            if arg.kind is ArgKind.DATA
+        }
+        cause = error.__cause__ or error
+        raise PiperCaptureError(
+            format_error(
+                "the model cannot run on one microbatch",
+                {
+                    "at": user_line(node) if node is not None else "the start",
+                    "node": node.format_node() if node is not None else "",
+                    "microbatch": sizes,
+                    "why": str(cause).splitlines()[0] if str(cause) else type(cause).__name__,
+                },
+                hint=(
+                    "a batch size is baked into the graph: take sizes from the inputs (x.shape[0], -1), "
+                    'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
+                ),
+            )
+        ) from error
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def _is_loss(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 0
+        and value.requires_grad
+        and value.is_floating_point()
+    )
+
+
+def _choose_loss(results: Sequence[Any], loss: int | None) -> int | None:
+    if loss is not None:
+        if not 0 <= loss < len(results) or not isinstance(results[loss], torch.Tensor):
+            raise PiperCaptureError(no_loss_message(results))
+        if results[loss].dim() != 0:
+            raise PiperCaptureError(
+                format_error(
+                    "the output named as the loss is not a scalar",
+                    {"output": loss, "shape": tuple(results[loss].shape)},
+                    hint="reduce it in forward, e.g. with .mean()",
+                )
+            )
+        return loss
+    candidates = [i for i, r in enumerate(results) if _is_loss(r)]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _detach_outputs(gm: fx.GraphModule, loss: int | None) -> fx.GraphModule:
+    """A copy whose outputs other than the loss are cut from the backward, and none of which is a view of an input.
+
+    AOTAutograd would give a view of an input back to its own runtime to rebuild; a copy keeps it in the graph.
+    `_drop_output_copies` takes away the copies that turn out not to be needed.
+    """
+    graph = fx.Graph()
+    values: dict[Node, Node] = {}
+    outputs = graph.graph_copy(gm.graph, values)
+    assert isinstance(outputs, tuple | list)
+    new = []
+    for index, out in enumerate(outputs):
+        if not isinstance(out, Node) or not isinstance(out.meta.get("example_value"), torch.Tensor):
+            new.append(out)
+            continue
+        node = out
+        if index != loss:
+            node = graph.call_method("detach", (node,))
+            node.meta = _copied_meta(out)
+        node = graph.call_method("clone", (node,))
+        node.meta = _copied_meta(out)
+        node.meta["custom"] = {**node.meta.get("custom", {}), OUTPUT_COPY: index}
+        new.append(node)
+    graph.output(tuple(new))
+    copy = fx.GraphModule(gm, graph)
+    return copy
+
+
+def _copied_meta(node: Node) -> dict[str, Any]:
+    keep = ("custom", "stack_trace", "nn_module_stack", "example_value")
+    return {key: node.meta[key] for key in keep if key in node.meta}
+
+
+def _drop_output_copies(graph: fx.Graph) -> None:
+    """Take away copies of values that the graph made itself."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.clone.default:
+            continue
+        if OUTPUT_COPY not in (node.meta.get("custom") or {}):
+            continue
+        source = node.args[0]
+        if isinstance(source, Node) and source.target is torch.ops.aten.detach.default:
+            source = source.args[0]
+        if isinstance(source, Node) and root(source).op != "placeholder":
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _read_ends(
+    graph: fx.Graph,
+    args: tuple[Arg, ...],
+    results: Sequence[Any],
+    at_full: Sequence[Any],
+    loss: int | None,
+    mode: compat.FakeTensorMode,
+) -> Capture:
+    output = graph.find_nodes(op="output")[0]
+    descs = output.meta["desc"]
+    nodes = output.args[0]
+    assert isinstance(nodes, tuple | list)
+    placeholders = _placeholders(graph)
+    primals = [p for p in placeholders if not str(p.target).startswith("tangents")]
+    tangents = [p for p in placeholders if str(p.target).startswith("tangents")]
+    outputs: list[Output | None] = [None] * len(results)
+    buffers: dict[int, str] = {}
+    grads: dict[int, str] = {}
+    for node, desc in zip(nodes, descs, strict=True):
+        kind = type(desc).__name__
+        if kind == "InputMutationAOTOutput":
+            position = _input_index(desc.mutated_input)
+            if args[position].kind is not ArgKind.BUFFER:
+                raise PiperCaptureError(
+                    format_error(
+                        f"the model changes its {args[position].kind} {args[position].name!r} in place",
+                        {"at": user_line(node) if isinstance(node, Node) else "unknown line"},
+                        hint="work on a copy (x = x.clone()); only buffers may change in forward",
+                    )
+                )
+            buffers[position] = node.name
+        elif kind == "PlainAOTOutput":
+            spec = TensorSpec.of(node.meta["val"]) if isinstance(node, Node) else None
+            if spec is None:
+                outputs[desc.idx] = Output(node=None, value=at_full[desc.idx])
+            else:
+                outputs[desc.idx] = Output(
+                    node=node.name, spec=spec, batch_dim=_batch_dim(spec, at_full[desc.idx])
+                )
+        elif kind == "GradAOTOutput":
+            if isinstance(node, Node):
+                grads[_input_index(desc.grad_of)] = node.name
+        elif desc is not None:
+            raise PiperCaptureError(f"the captured graph has an output of an unknown kind: {desc}")
+    for index, result in enumerate(results):
+        if outputs[index] is None:
+            if isinstance(result, torch.Tensor):
+                raise PiperCaptureError(f"output {index} of the model is not in the captured graph")
+            outputs[index] = Output(node=None, value=at_full[index])
+    graph.erase_node(output)
+    graph.output(())
+    assert len(primals) == len(args), (len(primals), len(args))
+    return Capture(
+        graph=graph,
+        args=args,
+        placeholders={arg.position: p.name for arg, p in zip(args, primals, strict=True)},
+        tangent=tangents[0].name if tangents else None,
+        loss=loss,
+        outputs=tuple(o for o in outputs if o is not None),
+        buffers=buffers,
+        grads=grads,
+        mode=mode,
+    )
+
+
+def _input_index(desc: Any) -> int:
+    index = getattr(desc, "idx", None)
+    if index is None:
+        raise PiperCaptureError(f"the captured graph has an input of an unknown kind: {desc}")
+    return int(index)
+
+
+def _batch_dim(spec: TensorSpec, at_full: Any) -> int | None:
+    """The dim in which one microbatch's output is smaller than the whole batch's."""
+    dims = [d for d, (a, b) in enumerate(zip(spec.shape, at_full.shape, strict=True)) if a != b]
+    return dims[0] if dims else None

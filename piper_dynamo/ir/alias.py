@@ -1,0 +1,61 @@
+"""What operators do beside computing: which of their results share memory, which draw random numbers."""
+
+import operator
+
+import torch
+from torch import fx
+from torch.fx.node import Node
+
+# Views by behaviour whose schema does not say so.
+_HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+_COPIES_OF_NOTHING = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+def viewed(node: Node) -> Node | None:
+    """The argument that `node` is a view of, or None."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        return viewed(source)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    first = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if node.target in _HIDDEN_VIEWS:
+        return first
+    for result in node.target._schema.returns:
+        if result.alias_info is not None and not result.alias_info.is_write:
+            return first
+    return None
+
+
+def is_random(node: Node) -> bool:
+    """Whether an operator draws random numbers."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def root(node: Node) -> Node:
+    """The node whose memory `node` shares, following views."""
+    while (base := viewed(node)) is not None:
+        node = base
+    return node
+
+
+def drop_aliases(graph: fx.Graph) -> None:
+    """Replace `detach` and `alias` by what they alias: as separate values they would be saved twice."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _COPIES_OF_NOTHING:
+            source = node.args[0]
+            assert isinstance(source, Node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    drop_dead(graph)
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Remove what nothing uses, unused draws of random numbers included: each chunk has a seed of its own."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure(impure_random=False))

@@ -1,0 +1,109 @@
+"""Chunks: the compute of one task as a flat graph of its own, and the structural key that equal chunks share.
+
+A chunk is called with one list that holds its inputs, which it empties: what the caller does not hold dies at its last use.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Node, map_arg
+
+from piper_dynamo.ir.alias import is_random
+from piper_dynamo.ir.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One phase (F, B, BI or BW) of one class of equal regions.
+
+    Attributes:
+        key: Structural hash; chunks with the same key compute the same function.
+        graph: Placeholders are the inputs in order, the output node holds the outputs in order.
+        inputs: Spec of each input (None for a number).
+        outputs: Spec of each output (None for a None).
+        num_results: Outputs that are values of the DAG; those after them go into the bundle.
+        is_random: Whether it draws random numbers.
+        matmuls: How many matrix products and convolutions it runs.
+    """
+
+    key: str
+    graph: fx.Graph
+    inputs: tuple[TensorSpec | None, ...]
+    outputs: tuple[TensorSpec | None, ...]
+    num_results: int
+    is_random: bool
+    matmuls: int
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Bytes of what is kept for the phases that follow."""
+        return sum(s.nbytes for s in self.outputs[self.num_results :] if s is not None)
+
+
+_MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "grouped_mm")
+
+
+def make_chunk(graph: fx.Graph, num_results: int) -> Chunk:
+    """The chunk of a finished graph."""
+    nodes = list(graph.nodes)
+    calls = [n for n in nodes if n.op == "call_function"]
+    outputs = nodes[-1].args[0]
+    return Chunk(
+        key=structural_key(graph),
+        graph=graph,
+        inputs=tuple(spec_of(n) for n in nodes if n.op == "placeholder"),
+        outputs=tuple(spec_of(n) if isinstance(n, Node) else None for n in outputs),
+        num_results=num_results,
+        is_random=any(is_random(n) for n in calls),
+        matmuls=sum(_opname(n) in _MATMULS for n in calls),
+    )
+
+
+def spec_of(node: Node) -> TensorSpec | None:
+    """The spec of a node's value; None where it is not a tensor."""
+    value = node.meta.get("val")
+    return TensorSpec.of(value) if isinstance(value, torch.Tensor) else None
+
+
+def _opname(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(getattr(packet, "__name__", ""))
+
+
+def structural_key(graph: fx.Graph) -> str:
+    """A hash of operators, arguments by index, and the placeholders' shapes, strides, dtypes and devices."""
+    index: dict[Node, int] = {}
+    lines: list[str] = []
+    for i, node in enumerate(graph.nodes):
+        index[node] = i
+        if node.op == "placeholder":
+            role = "t" if str(node.target).startswith("tangents") else "p"
+            lines.append(f"{role} {spec_of(node)} {_stride(node)}")
+            continue
+        args = map_arg(node.args, lambda n: _Ref(index[n]))
+        kwargs = map_arg(node.kwargs, lambda n: _Ref(index[n]))
+        recompute = node.meta.get("recompute")
+        lines.append(f"{node.op} {_target(node.target)} {args!r} {kwargs!r} {recompute}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+class _Ref:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+def _stride(node: Node) -> str:
+    spec = spec_of(node)
+    return f"{spec.stride} {spec.device}" if spec is not None else ""

@@ -1,0 +1,204 @@
+"""The Global Training DAG: one step of the whole job as an FX graph.
+
+Nodes: placeholders (parameters, buffers, data, loss weights), `call_module` for chunks, `call_function` for slices,
+accumulation, communication and the pick of one result (`operator.getitem`). Every node but placeholders and picks has a
+frozen `Task` in `meta["task"]`; every value has a `TensorSpec` in `meta["spec"]`; orders are kept beside the graph as
+pairs of nodes, the only edges that carry no value. The output node names what a step gives back.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Argument, Node
+
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.joint import Arg, Output
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.task import Kind, Pass, RegionId, Task, TaskName
+
+WEIGHT = "weight"  # name of the placeholder(s) that scale a microbatch's loss and tangent
+
+
+@dataclass(slots=True, kw_only=True)
+class Dag:
+    """The DAG and what its names mean.
+
+    Attributes:
+        graph: The FX graph.
+        chunks: Code of each `call_module` target.
+        args: The captured call's arguments; a placeholder's `meta["arg"]` is one's position.
+        outputs: The captured call's outputs.
+        loss: Which of them is the loss.
+        regions: Regions in forward order, with the first user line of each.
+        num_microbatches: 1 before the batch is split.
+        orders: Pairs (before, after) of task nodes; with the directive's own line.
+        training: Whether there is a backward.
+    """
+
+    graph: fx.Graph
+    chunks: dict[str, Chunk]
+    args: tuple[Arg, ...]
+    outputs: tuple[Output, ...]
+    loss: int | None
+    regions: dict[RegionId, str]
+    num_microbatches: int = 1
+    orders: list[tuple[Node, Node, str]] = field(default_factory=list)
+    training: bool = True
+
+    def tasks(self) -> Iterator[Node]:
+        """Compute nodes, empty phases included, in graph order."""
+        for node in self.graph.nodes:
+            task = node.meta.get("task")
+            if task is not None and task.kind is Kind.COMPUTE:
+                yield node
+
+    def module(self) -> fx.GraphModule:
+        """A module that runs the DAG on one process; only before placement."""
+        root = torch.nn.Module()
+        for target, chunk in self.chunks.items():
+            root.add_module(target, _ChunkModule(chunk))
+        return fx.GraphModule(root, self.graph)
+
+
+class _ChunkModule(torch.nn.Module):
+    """Runs a chunk operator by operator; bundles travel as tuples."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        super().__init__()
+        self._run = fx.GraphModule(torch.nn.Module(), chunk.graph)
+        self._num_results = chunk.num_results
+
+    def forward(self, *args: Any) -> tuple[Any, ...]:
+        flat: list[Any] = []
+        for arg in args:
+            flat.extend(arg) if isinstance(arg, tuple) else flat.append(arg)
+        results = self._run(*flat)
+        bundle = tuple(results[self._num_results :])
+        return (*results[: self._num_results], bundle)
+
+
+def task_of(node: Node) -> Task:
+    """The record of a node that has one."""
+    task = node.meta["task"]
+    assert isinstance(task, Task)
+    return task
+
+
+def spec_of_value(node: Node) -> TensorSpec | None:
+    """The spec of a value node; None for bundles and tasks."""
+    return node.meta.get("spec")
+
+
+def pick(graph: fx.Graph, node: Node, index: int, name: str, spec: TensorSpec | None) -> Node:
+    """The node of one result of a task."""
+    picked = graph.create_node("call_function", operator.getitem, (node, index), name=name)
+    if spec is not None:
+        picked.meta["spec"] = spec
+    return picked
+
+
+def is_pick(node: Node) -> bool:
+    """Whether a node only picks one result of a task."""
+    return node.target is operator.getitem
+
+
+def producer(node: Node) -> Node:
+    """The node that does the work behind a value: the task of a pick, else the node itself."""
+    if is_pick(node):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        return source
+    return node
+
+
+def call(
+    graph: fx.Graph,
+    task: Task,
+    target: Any,
+    args: tuple[Argument, ...],
+    kwargs: dict[str, Argument] | None = None,
+    *,
+    name: str,
+    spec: TensorSpec | None = None,
+) -> Node:
+    """A new node with its record."""
+    op = "call_module" if isinstance(target, str) else "call_function"
+    node = graph.create_node(op, target, args, kwargs or {}, name=name)
+    node.meta["task"] = task
+    if spec is not None:
+        node.meta["spec"] = spec
+    return node
+
+
+def safe(text: str) -> str:
+    """An identifier made of a task's or value's text."""
+    return "".join(c if c.isalnum() else "_" for c in text)
+
+
+def results_of(graph: fx.Graph) -> dict[str, Any]:
+    """What the step gives back: `loss`, `outputs`, `grads` and `buffers`, by argument position."""
+    (output,) = graph.find_nodes(op="output")
+    found = output.args[0]
+    assert isinstance(found, dict)
+    return found
+
+
+def print_dag(dag: Dag, *, specs: bool = True) -> str:
+    """A stable text: one line per node, its task first.
+
+    F.PP0.MB0     F_PP0_MB0 = F_PP0(w_0, x_0)                  on 0
+    """
+    lines: list[str] = []
+    after: dict[Node, list[str]] = {}
+    for before, later, _ in dag.orders:
+        after.setdefault(later, []).append(before.name)
+    for node in dag.graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_text(node.args[0])}")
+            continue
+        task = node.meta.get("task")
+        spec = node.meta.get("spec")
+        call = "input" if node.op == "placeholder" else _call_text(node)
+        line = f"{node.name} = {call}"
+        notes = []
+        if specs and spec is not None:
+            notes.append(str(spec))
+        if task is not None:
+            if task.devices:
+                notes.append("on " + ",".join(map(str, task.devices)))
+            if task.stream != "compute":
+                notes.append(f"stream {task.stream}")
+        if node in after:
+            notes.append("after " + ", ".join(after[node]))
+        lines.append(line + (f"    # {'; '.join(notes)}" if notes else ""))
+    return "\n".join(lines)
+
+
+def _call_text(node: Node) -> str:
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if is_pick(node):
+        return f"{node.args[0]}[{node.args[1]}]"
+    parts = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    return f"{target}({', '.join(parts)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_text(v) for v in value) + "]"
+    return str(value)
+
+
+def match_tasks(nodes: Sequence[Node], which: Pass | None, region: RegionId) -> list[Node]:
+    """Compute nodes of one region (and pass)."""
+    found = []
+    for node in nodes:
+        name = task_of(node).name
+        if isinstance(name, TaskName) and name.region == region and which in (None, name.which):
+            found.append(node)
+    return found

@@ -1,0 +1,78 @@
+"""Shape, dtype and size of a value, and where in the user's source a node comes from."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch.fx.node import Node
+
+_FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$')
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """What is known of a tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
+        """The spec of a tensor, real or fake."""
+        return cls(
+            shape=tuple(int(s) for s in tensor.shape),
+            dtype=tensor.dtype,
+            stride=tuple(int(s) for s in tensor.stride()),
+            device=str(tensor.device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, laid out densely."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        want = contiguous_stride(self.shape)
+        return prod(self.shape) == 0 or all(
+            size == 1 or have == need
+            for size, have, need in zip(self.shape, self.stride, want, strict=True)
+        )
+
+    def contiguous(self) -> "TensorSpec":
+        """The same tensor laid out in row-major order."""
+        return replace(self, stride=contiguous_stride(self.shape))
+
+    def divided(self, dim: int, parts: int) -> "TensorSpec":
+        """One of `parts` equal slices along `dim`, contiguous."""
+        size, rest = divmod(self.shape[dim], parts)
+        assert rest == 0
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return replace(self, shape=shape, stride=contiguous_stride(shape))
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def user_line(node: Node | None) -> str:
+    """`file:line` of the user's code that made a node, or an empty text."""
+    trace = node.meta.get("stack_trace") if node is not None else None
+    if not trace:
+        return ""
+    frames = [m for line in str(trace).splitlines() if (m := _FRAME.match(line))]
+    return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
