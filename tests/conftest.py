@@ -1,0 +1,71 @@
+"""What every test shares: one thread, fixed seeds, one cache of compiled chunks, the strictest checks.
+
+Environment variables are set before torch is imported and are inherited by the processes that
+tests start. Each can be set from outside; a PIPER_CACHE_DIR of your own is kept after the run.
+"""
+
+import os
+import random
+import shutil
+import tempfile
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PIPER_VERIFY", "3")
+_OWN_CACHE = None if "PIPER_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="piper-tests-")
+if _OWN_CACHE is not None:
+    os.environ["PIPER_CACHE_DIR"] = _OWN_CACHE
+
+import torch  # noqa: E402  (reads OMP_NUM_THREADS when it is imported)
+
+torch.set_num_threads(1)
+
+# Choose with --hypothesis-profile=fuzz. No deadlines: a first example may compile something.
+settings.register_profile(
+    "ci",
+    max_examples=15,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("fuzz", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> int:
+    """Every test starts from the same random state, whichever tests ran before it."""
+    seed = 0
+    random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def _count(marker: pytest.Mark, least: int) -> int:
+    """The number in `gpu(n)` or `dist(n)`; a marker without one is a mistake in the test."""
+    if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], int):
+        raise pytest.UsageError(f"write @pytest.mark.{marker.name}(n) with one whole number")
+    if marker.args[0] < least:
+        raise pytest.UsageError(f"{marker.name}({marker.args[0]}): at least {least}")
+    return marker.args[0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs more CUDA devices than there are; checks the markers' arguments."""
+    devices = torch.cuda.device_count()
+    for item in items:
+        for marker in item.iter_markers("dist"):
+            _count(marker, least=2)
+        needed = max((_count(m, least=1) for m in item.iter_markers("gpu")), default=0)
+        if needed > devices:
+            reason = f"needs {needed} CUDA devices, this machine has {devices}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_unconfigure() -> None:
+    """Removes the cache that this run made for itself."""
+    if _OWN_CACHE is not None:
+        shutil.rmtree(_OWN_CACHE, ignore_errors=True)
