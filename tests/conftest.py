@@ -1,4 +1,4 @@
-"""What every test shares: one thread, fixed seeds, one cache of compiled chunks, the strictest checks.
+"""What every test shares: one thread, fixed seeds, one cache of compiled chunks, strict checks.
 
 Environment variables are set before torch is imported and are inherited by the processes that
 tests start. Each can be set from outside; a PIPER_CACHE_DIR of your own is kept after the run.

@@ -14,10 +14,12 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.source_tree import ROOT, source_files
+
 LINKED = ("lowering", "passes", "runtime")
 MAX_LINES = 600
 
@@ -25,17 +27,6 @@ MAX_LINES = 600
 FACADE = frozenset({"", "__main__", "backend", "cli", "plan", "step", "train"})
 # Modules that import no other part: every layer may use them.
 COMMON = frozenset({"errors", "_torch_compat"})
-
-
-def source_files(*suffixes: str) -> list[Path]:
-    """Files of the repository, relative to its root: tracked ones and new ones not ignored."""
-    if (ROOT / ".git").exists():
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        names = {Path(line) for line in listed.stdout.splitlines()}
-    else:  # an unpacked archive
-        names = {path.relative_to(ROOT) for path in ROOT.rglob("*")}
-    return sorted(n for n in names if n.suffix in suffixes and (ROOT / n).is_file())
 
 
 def module_name(path: Path) -> str:
@@ -127,7 +118,7 @@ def test_import_rule(module: str, other: str, allowed: bool):
     assert may_import(module, other) is allowed
 
 
-def setup_arguments() -> dict[str, object]:
+def setup_arguments() -> dict[str, Any]:
     """The literal arguments of `setup(...)`."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     call = next(
