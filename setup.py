@@ -1,4 +1,4 @@
-"""Packaging of piper-dynamo. Tool settings are in pyproject.toml, tested versions in constraints.txt."""
+"""Packaging of piper-dynamo. Tool settings: pyproject.toml; tested versions: constraints.txt."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def read_version() -> str:
 setup(
     name="piper-dynamo",
     version=read_version(),
-    description="A torch.compile backend that turns a model plus directives into a distributed program",
+    description="A torch.compile backend: a model plus directives becomes a distributed program",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The Piper developers",
