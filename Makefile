@@ -33,7 +33,7 @@ help:
 env: $(READY)
 
 $(STAMP): setup.py pyproject.toml constraints.txt
-	@for python in $(CANDIDATES); do \
+	@found=; for python in $(CANDIDATES); do \
 		if $$python -c '$(IS_USABLE)' >/dev/null 2>&1; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
