@@ -7,6 +7,7 @@ from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError
+from piper_dynamo.ir import ops
 from piper_dynamo.ir.graph import WEIGHT, Dag, call, pick, safe
 from piper_dynamo.ir.joint import ArgKind, Capture
 from piper_dynamo.ir.spec import TensorSpec
@@ -31,8 +32,7 @@ def build(
     builder = _Builder(capture, regions, graphs, partitions)
     for position in sorted(capture.placeholders):
         builder.placeholder(position)
-    if capture.tangent is not None:
-        builder.weight()
+    builder.weight()
     phases = [(Pass.F, r) for r in regions.order]
     if capture.tangent is not None:
         phases += [(Pass.B, r) for r in reversed(regions.order)]
@@ -77,11 +77,13 @@ class _Builder:
         self.values[source.name] = node
 
     def weight(self) -> None:
+        """What a microbatch's loss counts for; its backward starts from the same number."""
+        if self.capture.loss is None:
+            return
         node = self.graph.placeholder(WEIGHT)
-        tangent = next(n for n in self.capture.graph.nodes if n.name == self.capture.tangent)
-        node.meta["spec"] = TensorSpec.of(tangent.meta["val"])
-        assert self.capture.tangent is not None
-        self.values[self.capture.tangent] = node
+        node.meta["spec"] = self.capture.outputs[self.capture.loss].spec
+        if self.capture.tangent is not None:
+            self.values[self.capture.tangent] = node
 
     def run(self, phases: list[tuple[Pass, RegionId]]) -> None:
         """Add the tasks as their inputs become known; forward order needs one sweep, accumulation may need more."""
@@ -125,6 +127,8 @@ class _Builder:
         node = add_phase(
             self.dag, task, phase, self.graphs[region], self.values, bundle
         )
+        if which is Pass.B:
+            node.meta["partition"] = self.partitions[region]
         if phase is None:
             return
         names = self.graphs[region].forward if which is Pass.F else self.graphs[region].backward
@@ -169,8 +173,6 @@ def add_phase(
     bundle: Node | None,
 ) -> Node:
     """A task node that runs `phase` on the values it names; an empty phase keeps its place."""
-    from piper_dynamo.ir import ops
-
     name = safe(str(task.name))
     if phase is None:
         return call(dag.graph, task, ops.nothing, (), name=name)

@@ -1,5 +1,6 @@
 """Every private or version-dependent name of torch that Piper uses, in one place (torch 2.11 - 2.14)."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -7,11 +8,13 @@ from typing import Any, TypeVar
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import assume_constant_result as _assume_constant_result
 from torch._dynamo import mark_dynamic as _mark_dynamic
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     TensorifyScalarRestartAnalysis,
+    Unsupported,
     UserError,
 )
 from torch._functorch import config as functorch_config
@@ -33,17 +36,28 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "TensorifyScalarRestartAnalysis",
+    "Unsupported",
     "UserError",
     "annotate",
     "assume_constant_result",
     "fake_tracing",
     "graph_break_of",
+    "inductor_backend",
+    "is_marked_dynamic",
     "mark_dynamic",
+    "aten_backend",
+    "boxed_codegen",
+    "default_store",
     "min_cut_partition",
+    "raise_recompile_limit",
     "source_chain",
     "source_name",
+    "output_nodes",
+    "parameter_names",
+    "target_name",
     "trace_forward",
     "trace_joint",
+    "unmark_dynamic",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -166,3 +180,80 @@ def min_cut_partition(
         return min_cut_rematerialization_partition(  # type: ignore[no-any-return]
             joint, inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=[]
         )
+
+
+def default_store() -> Any:
+    """The key-value store that the default process group was started with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def unmark_dynamic(tensor: torch.Tensor) -> None:
+    """Take back `mark_dynamic`: guards only ask that a later call's marks are among the traced ones."""
+    for name in ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides"):
+        if hasattr(tensor, name):
+            delattr(tensor, name)
+
+
+def boxed_codegen() -> Any:
+    """FX code generation for functions that take one list and empty it."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    return _BoxedCodeGen()
+
+
+def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether `mark_dynamic` was called for this dim."""
+    return dim in getattr(tensor, "_dynamo_dynamic_indices", ())
+
+
+def raise_recompile_limit() -> None:
+    """Make room for many compiled steps of one model class.
+
+    Dynamo counts entries per code object, and two steps of one class (another strategy, the state released, evaluation)
+    share it; past the limit, 8, it would silently run the model eagerly.
+    """
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
+    dynamo_config.accumulated_recompile_limit = max(
+        dynamo_config.accumulated_recompile_limit, 4096
+    )
+
+
+def aten_backend() -> Any:
+    """AOTAutograd with the min-cut partitioner; operators run one by one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def inductor_backend() -> Any:
+    """torch's own default backend."""
+    from torch._dynamo.backends.inductor import inductor
+
+    return inductor
+
+
+def parameter_names(fn: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters."""
+    return list(inspect.signature(fn).parameters)
+
+
+def output_nodes(gm: fx.GraphModule) -> list[Any]:
+    """The nodes (or constants) that a Dynamo graph returns."""
+    (output,) = gm.graph.find_nodes(op="output")
+    found = output.args[0]
+    return list(found) if isinstance(found, tuple | list) else [found]
+
+
+def target_name(target: Any) -> str:
+    """A stable name of what an FX node calls."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import Node, map_arg
 
-from piper_dynamo.ir.alias import is_random
+from piper_dynamo.ir.alias import is_random, root
 from piper_dynamo.ir.spec import TensorSpec
 
 
@@ -24,6 +24,7 @@ class Chunk:
         graph: Placeholders are the inputs in order, the output node holds the outputs in order.
         inputs: Spec of each input (None for a number).
         outputs: Spec of each output (None for a None).
+        shares: For each output, whose memory it is: the index of an input, or -1 - the index of the first output that has it.
         num_results: Outputs that are values of the DAG; those after them go into the bundle.
         is_random: Whether it draws random numbers.
         matmuls: How many matrix products and convolutions it runs.
@@ -33,14 +34,10 @@ class Chunk:
     graph: fx.Graph
     inputs: tuple[TensorSpec | None, ...]
     outputs: tuple[TensorSpec | None, ...]
+    shares: tuple[int, ...]
     num_results: int
     is_random: bool
     matmuls: int
-
-    @property
-    def bundle_bytes(self) -> int:
-        """Bytes of what is kept for the phases that follow."""
-        return sum(s.nbytes for s in self.outputs[self.num_results :] if s is not None)
 
 
 _MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "grouped_mm")
@@ -56,10 +53,20 @@ def make_chunk(graph: fx.Graph, num_results: int) -> Chunk:
         graph=graph,
         inputs=tuple(spec_of(n) for n in nodes if n.op == "placeholder"),
         outputs=tuple(spec_of(n) if isinstance(n, Node) else None for n in outputs),
+        shares=_shares(nodes, outputs),
         num_results=num_results,
         is_random=any(is_random(n) for n in calls),
         matmuls=sum(_opname(n) in _MATMULS for n in calls),
     )
+
+
+def _shares(nodes: list[Node], outputs: Any) -> tuple[int, ...]:
+    owner: dict[Node, int] = {n: i for i, n in enumerate(m for m in nodes if m.op == "placeholder")}
+    found = []
+    for index, node in enumerate(outputs):
+        base = root(node) if isinstance(node, Node) else None
+        found.append(owner.setdefault(base, -1 - index) if base is not None else -1 - index)
+    return tuple(found)
 
 
 def spec_of(node: Node) -> TensorSpec | None:

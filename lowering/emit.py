@@ -1,0 +1,162 @@
+"""Emit: a rank program as a Python module that a person can read, and that is what runs.
+
+Signature: rank program -> source text, and the instruction of each of its lines.
+"""
+
+import re
+from dataclasses import dataclass
+
+from piper_dynamo.errors import PiperSyntaxError
+from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.task import TaskName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """An emitted program.
+
+    Attributes:
+        source: The text; defines `step(rt, state, data, weights)`.
+        instr_of_line: For a 1-based line number, the index of its instruction.
+        specs: The names of message specs that the text uses.
+    """
+
+    source: str
+    instr_of_line: dict[int, int]
+    specs: dict[str, TensorSpec]
+
+
+def emit(program: RankProgram, *, timed: bool = False) -> Module:
+    """The module of a program.
+
+    Args:
+        program: What to emit.
+        timed: Call `rt.mark(i)` after instruction i, for a timeline.
+    """
+    specs: dict[str, TensorSpec] = {}
+    lines = _head(program)
+    lines.append("def step(rt, state, data, weights):")
+    for names, source in (
+        ([r for r, _ in program.state], "state"),
+        ([r for r, _ in program.data], "data"),
+        (list(program.weights), "weights"),
+    ):
+        if names:
+            lines.append(f"    {_targets(names)} = {source}")
+    instr_of_line: dict[int, int] = {}
+    for index, instr in enumerate(program.instrs):
+        for line in _lines(instr, specs):
+            lines.append("    " + line)
+            instr_of_line[len(lines)] = index
+        if timed and instr.op is not Op.FREE:
+            lines.append(f"    rt.mark({index})")
+    lines.append(f"    return {_returned(program)}")
+    return Module(source="\n".join(lines) + "\n", instr_of_line=instr_of_line, specs=specs)
+
+
+def _head(program: RankProgram) -> list[str]:
+    tags: dict[str, set[int]] = {}
+    streams = sorted({i.stream for i in program.instrs})
+    for instr in program.instrs:
+        if instr.op is Op.RUN:
+            for tag, value in TaskName.parse(instr.task).tags.items():
+                if isinstance(value, int):
+                    tags.setdefault(tag, set()).add(value)
+    microbatches = len(tags.pop("MB", {0}))
+    regions = ", ".join(f"{t}={','.join(map(str, sorted(v)))}" for t, v in sorted(tags.items()))
+    parts = [
+        f"rank {program.rank} of {program.world_size}",
+        regions or "one region",
+        f"{microbatches} microbatch{'es' if microbatches != 1 else ''}",
+        f"streams: {', '.join(streams)}",
+        f"peak {program.peak_bytes / 2**20:.1f} MiB",
+    ]
+    return ["# " + " · ".join(parts), ""]
+
+
+def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:
+    ins, outs = instr.inputs, instr.outputs
+    match instr.op:
+        case Op.RUN:
+            return _run_lines(instr)
+        case Op.SLICE:
+            return [f"{outs[0]} = rt.slice({ins[0]}, {instr.dim}, {instr.part}, {instr.parts})"]
+        case Op.POST:
+            like = _spec_name(instr.spec, specs)
+            return [f"{outs[0]} = rt.post({instr.peer}, {instr.message}, {like})  # {instr.task}"]
+        case Op.WAIT:
+            return [f"{outs[0]} = rt.wait({ins[0]})"]
+        case Op.SEND:
+            return [f"rt.send({ins[0]}, {instr.peer}, {instr.message})  # {instr.task}"]
+        case Op.DRAIN:
+            return [f"rt.drain({instr.peer}, {instr.message})"]
+        case Op.ACCUMULATE if len(ins) == 1:
+            return [f"{outs[0]} = {ins[0]}"]
+        case Op.ACCUMULATE:
+            return [f"{outs[0]} = rt.accumulate({ins[0]}, {ins[1]})"]
+        case Op.ADD:
+            return [f"{outs[0]} = rt.add({', '.join(ins)})"]
+        case Op.LOSS:
+            return [f"{outs[0]} = rt.loss({', '.join(ins)})"]
+        case Op.CONCAT:
+            return [f"{outs[0]} = rt.concat([{', '.join(ins)}], {instr.dim})"]
+        case Op.FREE:
+            return [f"del {', '.join(ins)}"]
+        case Op.ALL_REDUCE | Op.REDUCE_SCATTER | Op.ALL_GATHER | Op.ALL_TO_ALL:
+            like = _spec_name(instr.spec, specs)
+            return [f"{outs[0]} = rt.{instr.op}({ins[0]}, {instr.group}, {like})  # {instr.task}"]
+
+
+def _run_lines(instr: Instr) -> list[str]:
+    primals = ", ".join(instr.inputs[: instr.num_primals])
+    tangents = ", ".join(instr.inputs[instr.num_primals :])
+    args = f"[{primals}]"
+    if instr.bundle_in or tangents:
+        args += f", {instr.bundle_in or 'None'}"
+    if tangents:
+        args += f", [{tangents}]"
+    written = list(instr.writes())
+    call = f"{instr.target}({args})"
+    comment = _comment(instr)
+    lines = [f"rt.seed({instr.seed[0]}, {instr.seed[1]})"] if instr.seed is not None else []
+    lines.append((f"{_targets(written)} = {call}" if written else call) + comment)
+    if "_" in written:
+        lines.append("del _")
+    return lines
+
+
+def _comment(instr: Instr) -> str:
+    name = TaskName.parse(instr.task)
+    tags = " ".join(f"{k}={v}" for k, v in name.tags.items() if k != "PASS")
+    where = re.sub(r"^.*[/\\]", "", instr.where)
+    return f"  # {name.which.value:<2} {tags}" + (f"  {where}" if where else "")
+
+
+def _targets(names: list[str]) -> str:
+    return f"[{names[0]}]" if len(names) == 1 else ", ".join(names)
+
+
+def _returned(program: RankProgram) -> str:
+    def tuple_of(regs: list[str]) -> str:
+        return "(" + "".join(f"{r}, " for r in regs).rstrip() + ")"
+
+    return ", ".join(
+        (
+            program.loss or "None",
+            tuple_of([r for _, r in program.outputs]),
+            tuple_of([r for _, r in program.grads]),
+            tuple_of([r for _, r in program.buffers]),
+        )
+    )
+
+
+def _spec_name(spec: TensorSpec | None, specs: dict[str, TensorSpec]) -> str:
+    if spec is None:
+        raise PiperSyntaxError("a message without a spec cannot be emitted")
+    shape = "x".join(map(str, spec.shape)) or "scalar"
+    name = f"{str(spec.dtype).removeprefix('torch.')}_{shape}"
+    if spec.device != "cpu":
+        name += "_" + re.sub(r"\W", "_", spec.device)
+    specs[name] = spec
+    return name

@@ -1,0 +1,379 @@
+"""Lower: from the placed DAG and a task order to one instruction list per rank.
+
+Terms: *early* nodes (sends, accumulation, joins of local values) run as soon as their inputs exist; *late* nodes are those
+that need a value of another rank but are no compute task (the loss on other ranks, the sum of a tied gradient): they run last.
+
+Signature: DAG + order -> rank programs without posts, drains and frees, which `channels.py` and `memory.py` add.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx.node import Node
+
+from piper_dynamo.ir.graph import Dag, is_pick, producer, results_of, task_of
+from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.task import Kind, Task
+
+_COLLECTIVES = {
+    Kind.ALL_REDUCE: Op.ALL_REDUCE,
+    Kind.ALL_GATHER: Op.ALL_GATHER,
+    Kind.REDUCE_SCATTER: Op.REDUCE_SCATTER,
+    Kind.ALL_TO_ALL: Op.ALL_TO_ALL,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A rank's program while it is being lowered.
+
+    Attributes:
+        rank: Which rank.
+        instrs: Instructions so far.
+        received: Handle of each message this rank receives -> name of the node that sends it.
+    """
+
+    rank: int
+    instrs: list[Instr] = field(default_factory=list)
+    received: dict[str, str] = field(default_factory=dict)
+
+
+def lower(dag: Dag, order: dict[tuple[int, ...], list[Node]]) -> list[Draft]:
+    """One draft per rank, in rank order."""
+    position = {node: i for i, node in enumerate(dag.graph.nodes)}
+    region_index = {region: i for i, region in enumerate(dag.regions)}
+    by_group: dict[tuple[int, ...], list[Node]] = {devices: [] for devices in order}
+    for node in dag.graph.nodes:
+        task = node.meta.get("task")
+        if task is not None and task.kind is not Kind.COMPUTE:
+            by_group.setdefault(task.devices, []).append(node)
+    drafts: dict[int, Draft] = {}
+    for devices, tasks in order.items():
+        for place, rank in enumerate(devices):
+            lowering = _Lowering(dag, rank, place, position, region_index)
+            lowering.run(tasks, by_group[devices])
+            drafts[rank] = lowering.draft
+    return [drafts[rank] for rank in sorted(drafts)]
+
+
+def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
+    """The program of a draft: its registers bound to the call's arguments and results."""
+    rank = draft.rank
+    used = {reg for i in draft.instrs for reg in i.reads()}
+    results = results_of(dag.graph)
+    state, data, weights = [], [], []
+    wanted_buffers = {key for key, nodes in results["buffers"].items() if any(_mine(n, rank) for n in nodes)}
+    for node in dag.graph.find_nodes(op="placeholder"):
+        position = node.meta.get("arg")
+        if position is None:
+            if node.name in used:
+                weights.append(node.name)
+        elif dag.args[position].kind is ArgKind.DATA:
+            if node.name in used:
+                data.append((node.name, position))
+        elif node.name in used or str(position) in wanted_buffers:
+            state.append((node.name, position))
+    held = {position for _, position in state}
+    loss = [n.name for n in results["loss"] or [] if _mine(n, rank)]
+    chunks = {i.target: dag.chunks[i.target].key for i in draft.instrs if i.op is Op.RUN}
+    return RankProgram(
+        rank=rank,
+        world_size=world_size,
+        instrs=tuple(draft.instrs),
+        state=tuple(state),
+        data=tuple(data),
+        weights=tuple(weights),
+        loss=loss[0] if loss else "",
+        outputs=tuple(
+            (i, n.name) for i, ns in enumerate(results["outputs"]) for n in ns or () if _mine(n, rank)
+        ),
+        grads=tuple(
+            (int(key), n.name)
+            for key, nodes in results["grads"].items()
+            for n in nodes
+            if _mine(n, rank) and (int(key) in held or dag.args[int(key)].kind is ArgKind.DATA)
+        ),
+        buffers=tuple(
+            (int(key), n.name)
+            for key, nodes in results["buffers"].items()
+            for n in nodes
+            if _mine(n, rank)
+        ),
+        chunks=tuple(sorted(chunks.items())),
+    )
+
+
+def _mine(node: Node, rank: int) -> bool:
+    task = producer(node).meta.get("task")
+    return task is not None and rank in task.devices
+
+
+class _Lowering:
+    """One rank."""
+
+    def __init__(
+        self,
+        dag: Dag,
+        rank: int,
+        place: int,
+        position: dict[Node, int],
+        region_index: dict[Any, int],
+    ) -> None:
+        self.dag, self.rank, self.place = dag, rank, place
+        self.position, self.region_index = position, region_index
+        self.draft = Draft(rank=rank)
+        self.known: set[Node] = set()
+        self.waiting: dict[Node, int] = {}
+        self.sums: set[Node] = set()
+
+    def run(self, tasks: list[Node], others: list[Node]) -> None:
+        """Emit the compute tasks in order, everything else around them."""
+        late = self._late(others)
+        early = [n for n in others if n not in late]
+        self.waiting = {
+            n: sum(1 for i in n.all_input_nodes if i.op != "placeholder") for n in early
+        }
+        for node in tasks:
+            self._compute(node)
+        for node in sorted(late, key=self.position.__getitem__):
+            for source in node.all_input_nodes:
+                self._ensure(source)
+            self._other(node)
+        for node in _result_nodes(self.dag):
+            task = producer(node).meta.get("task")
+            if task is not None and self.rank in task.devices:
+                self._ensure(node)
+
+    def _late(self, others: list[Node]) -> set[Node]:
+        late: set[Node] = set()
+        for node in others:
+            kind = task_of(node).kind
+            if kind in (Kind.RECV, Kind.SLICE):
+                continue
+            for source in node.all_input_nodes:
+                made = producer(source).meta.get("task")
+                if made is not None and (made.kind is Kind.RECV or producer(source) in late):
+                    late.add(node)
+        return late
+
+    def _compute(self, node: Node) -> None:
+        task = task_of(node)
+        phase = node.meta.get("phase")
+        if phase is None:
+            return
+        assert task.name is not None
+        picks = {}
+        bundle_out = "_" if phase.gives_bundle else ""
+        for user in node.users:
+            slot = user.args[1]
+            assert is_pick(user) and isinstance(slot, int)
+            if phase.gives_bundle and slot == len(phase.results):
+                bundle_out = user.name if user.users else "_"
+            elif user.users:
+                picks[slot] = user
+        inputs, bundle_in, num_primals = [], "", len(phase.primals)
+        for place, source in enumerate(node.args):
+            assert isinstance(source, Node)
+            if phase.takes_bundle and place == num_primals:
+                bundle_in = source.name
+                continue
+            self._ensure(source)
+            inputs.append(source.name)
+        self.draft.instrs.append(
+            Instr(
+                op=Op.RUN,
+                task=str(task.name),
+                outputs=tuple(
+                    picks[i].name if i in picks else "_" for i in range(len(phase.results))
+                ),
+                inputs=tuple(inputs),
+                target=str(node.target),
+                bundle_in=bundle_in,
+                bundle_out=bundle_out,
+                num_primals=num_primals,
+                seed=(task.name.mb or 0, self.region_index[task.name.region])
+                if phase.chunk.is_random
+                else None,
+                where=task.where,
+            )
+        )
+        for pick in picks.values():
+            self._made(pick)
+
+    def _made(self, value: Node) -> None:
+        """A value exists: run the early nodes it was the last input of; partial sums at once."""
+        self.known.add(value)
+        for user in sorted(value.users, key=self.position.__getitem__):
+            if user not in self.waiting:
+                continue
+            if task_of(user).kind is Kind.ACCUMULATE:
+                self._accumulate(user, value)
+            self.waiting[user] -= 1
+            if self.waiting[user] == 0:
+                if task_of(user).kind is not Kind.ACCUMULATE:
+                    self._other(user)
+                else:
+                    self._made(user)
+
+    def _accumulate(self, node: Node, part: Node) -> None:
+        first = node not in self.sums
+        self.sums.add(node)
+        self.draft.instrs.append(
+            Instr(
+                op=Op.ACCUMULATE,
+                task=str(task_of(producer(part)).name),
+                outputs=(node.name,),
+                inputs=(part.name,) if first else (node.name, part.name),
+                where=task_of(producer(part)).where,
+            )
+        )
+
+    def _ensure(self, value: Node) -> None:
+        """Make an input that no local task makes: wait for its message, or slice it off the batch."""
+        if value.op == "placeholder" or value in self.known:
+            return
+        task = producer(value).meta.get("task")
+        if task is None or task.kind is Kind.COMPUTE:
+            return
+        if task.kind is Kind.SLICE:
+            self._slice(value, task)
+        elif task.kind is Kind.RECV:
+            self._wait(value, task)
+        else:
+            return
+        self._made(value)
+
+    def _slice(self, node: Node, task: Task) -> None:
+        source, dim, part, parts = node.args
+        assert isinstance(source, Node) and isinstance(dim, int)
+        assert isinstance(part, int) and isinstance(parts, int)
+        spec: TensorSpec = node.meta["spec"]
+        self.draft.instrs.append(
+            Instr(
+                op=Op.SLICE,
+                task=task.label,
+                outputs=(node.name,),
+                inputs=(source.name,),
+                dim=dim,
+                part=part,
+                parts=parts,
+                nbytes=(0 if dim == 0 else spec.nbytes,),
+            )
+        )
+
+    def _wait(self, node: Node, task: Task) -> None:
+        sent = node.args[0]
+        assert isinstance(sent, Node)
+        source = sent.kwargs["source"]
+        assert isinstance(source, tuple | list)
+        handle = f"h_{node.name}"
+        self.draft.received[handle] = sent.name
+        self.draft.instrs.append(
+            Instr(
+                op=Op.WAIT,
+                task=str(task.name or task.label),
+                outputs=(node.name,),
+                inputs=(handle,),
+                peer=int(source[self.place]),
+                spec=node.meta["spec"],
+                nbytes=(0,),
+                stream=task.stream,
+                where=task.where,
+            )
+        )
+
+    def _other(self, node: Node) -> None:
+        """A node that is neither compute, slice, receive nor accumulation."""
+        task = task_of(node)
+        spec: TensorSpec | None = node.meta.get("spec")
+        inputs = [n.name for n in node.all_input_nodes]
+        common: dict[str, Any] = {"task": str(task.name or task.label), "where": task.where}
+        new = (spec.nbytes,) if spec is not None else ()
+        match task.kind:
+            case Kind.SEND:
+                target = node.kwargs["target"]
+                assert isinstance(target, tuple | list)
+                instr = Instr(
+                    op=Op.SEND,
+                    inputs=(inputs[0],),
+                    peer=int(target[self.place]),
+                    spec=spec,
+                    target=node.name,  # becomes the position in the channel
+                    stream=task.stream,
+                    **common,
+                )
+            case Kind.SUM:
+                instr = Instr(
+                    op=Op.ADD, outputs=(node.name,), inputs=tuple(inputs), nbytes=new, **common
+                )
+            case Kind.ACCUMULATE:
+                for source in node.all_input_nodes:
+                    self._accumulate(node, source)
+                self._made(node)
+                return
+            case Kind.LOSS:
+                losses, weights = node.args
+                assert isinstance(losses, tuple | list) and isinstance(weights, tuple | list)
+                pairs = [str(n) for pair in zip(losses, weights, strict=True) for n in pair]
+                instr = Instr(
+                    op=Op.LOSS, outputs=(node.name,), inputs=tuple(pairs), nbytes=new, **common
+                )
+            case Kind.CONCAT:
+                parts, dim = node.args
+                assert isinstance(parts, tuple | list)
+                instr = Instr(
+                    op=Op.CONCAT,
+                    outputs=(node.name,),
+                    inputs=tuple(str(p) for p in parts),
+                    dim=dim if isinstance(dim, int) else None,
+                    nbytes=new,
+                    **common,
+                )
+            case Kind.ALL_REDUCE | Kind.ALL_GATHER | Kind.REDUCE_SCATTER | Kind.ALL_TO_ALL:
+                self._collective(node, task, common)
+                return
+            case _:
+                raise AssertionError(f"{task.kind} is lowered elsewhere")
+        self.draft.instrs.append(instr)
+        if instr.outputs:
+            self._made(node)
+
+    def _collective(self, node: Node, task: Task, common: dict[str, Any]) -> None:
+        group = node.kwargs["group"]
+        assert isinstance(group, tuple | list)
+        spec: TensorSpec = node.meta["spec"]
+        handle = f"h_{node.name}"
+        source = node.args[0]
+        assert isinstance(source, Node)
+        self.draft.instrs += [
+            Instr(
+                op=_COLLECTIVES[task.kind],
+                outputs=(handle,),
+                inputs=(source.name,),
+                group=tuple(int(r) for r in group if isinstance(r, int)),
+                spec=spec,
+                nbytes=(spec.nbytes,),
+                stream=task.stream,
+                **common,
+            ),
+            Instr(
+                op=Op.WAIT,
+                outputs=(node.name,),
+                inputs=(handle,),
+                spec=spec,
+                nbytes=(0,),
+                stream=task.stream,
+                **common,
+            ),
+        ]
+        self._made(node)
+
+
+def _result_nodes(dag: Dag) -> list[Node]:
+    results = results_of(dag.graph)
+    nodes = list(results["loss"] or [])
+    for key in ("grads", "buffers"):
+        nodes += [n for found in results[key].values() for n in found]
+    return [*nodes, *(n for found in results["outputs"] for n in found or ())]

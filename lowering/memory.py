@@ -1,0 +1,130 @@
+"""Memory: when each register dies, and the peak that follows.
+
+Terms: a *block* is one allocation; views, bundles and registers share blocks and a block lives as long as any of them.
+
+Signature: draft -> draft with frees; program -> its peak bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram
+
+
+def free_dead(program: RankProgram) -> RankProgram:
+    """Free every register after its last use; results and what was there before stay."""
+    last: dict[str, int] = {}
+    for i, instr in enumerate(program.instrs):
+        for reg in (*instr.reads(), *instr.writes()):
+            last[reg] = i
+    keep = program.results() | program.sources() | {"_"}
+    dead: dict[int, list[str]] = {}
+    for reg, i in last.items():
+        if reg not in keep:
+            dead.setdefault(i, []).append(reg)
+    instrs: list[Instr] = []
+    for i, instr in enumerate(program.instrs):
+        instrs.append(instr)
+        if i in dead:
+            instrs.append(Instr(op=Op.FREE, task=instr.task, inputs=tuple(dead[i])))
+    return replace(program, instrs=tuple(instrs))
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Reference counts of blocks, and the bytes alive."""
+
+    size: list[int] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+    now: int = 0
+    peak: int = 0
+
+    def new(self, nbytes: int) -> int:
+        self.size.append(nbytes)
+        self.count.append(0)
+        return len(self.size) - 1
+
+    def take(self, block: int) -> None:
+        if self.count[block] == 0:
+            self.now += self.size[block]
+            self.peak = max(self.peak, self.now)
+        self.count[block] += 1
+
+    def drop(self, block: int) -> None:
+        self.count[block] -= 1
+        if self.count[block] == 0:
+            self.now -= self.size[block]
+
+
+def bytes_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[int]:
+    """Bytes the step holds after each instruction (temporaries inside chunks are not counted)."""
+    blocks = _Blocks()
+    held: dict[str, list[int]] = {}
+    handles: dict[str, int] = {}
+    history: list[int] = []
+
+    def put(reg: str, found: list[int]) -> None:
+        for block in found:
+            blocks.take(block)
+        for block in held.pop(reg, []):
+            blocks.drop(block)
+        held[reg] = found
+
+    for reg in program.sources():
+        put(reg, [blocks.new(0)])
+    for instr in program.instrs:
+        if instr.op is Op.RUN:
+            _run(instr, chunks[instr.target], blocks, held, put)
+        elif instr.op is Op.FREE:
+            for reg in instr.inputs:
+                for block in held.pop(reg, []):
+                    blocks.drop(block)
+        elif instr.op is Op.POST or instr.op in COLLECTIVES:
+            handles[instr.outputs[0]] = blocks.new(instr.nbytes[0])
+            put(instr.outputs[0], [handles[instr.outputs[0]]])
+        elif instr.op is Op.WAIT:
+            put(instr.outputs[0], [handles[instr.inputs[0]]])
+        elif instr.op is Op.ACCUMULATE:
+            put(instr.outputs[0], list(held[instr.inputs[0]]))
+        elif instr.op is Op.SLICE and instr.nbytes == (0,):
+            put(instr.outputs[0], list(held[instr.inputs[0]]))
+        else:
+            for reg, nbytes in zip(instr.outputs, instr.nbytes, strict=True):
+                put(reg, [blocks.new(nbytes)])
+        history.append(blocks.now)
+    return history
+
+
+def _run(
+    instr: Instr,
+    chunk: Chunk,
+    blocks: _Blocks,
+    held: dict[str, list[int]],
+    put: Callable[[str, list[int]], None],
+) -> None:
+    inputs = [held[reg][0] for reg in instr.inputs]
+    bundle = held.get(instr.bundle_in, [])
+    flat = [*inputs[: instr.num_primals], *bundle, *inputs[instr.num_primals :]]
+    made: list[int] = []
+    for i, (share, spec) in enumerate(zip(chunk.shares, chunk.outputs, strict=True)):
+        if share >= 0:
+            made.append(flat[share])
+        elif share == -1 - i:
+            made.append(blocks.new(spec.nbytes if spec is not None else 0))
+        else:
+            made.append(made[-1 - share])
+    for reg, block in zip(instr.outputs, made, strict=False):
+        if reg != "_":
+            put(reg, [block])
+    if instr.bundle_out:
+        put(instr.bundle_out, made[chunk.num_results :])
+    if instr.bundle_in:
+        for block in held.get(instr.bundle_in, []):
+            blocks.drop(block)
+        held[instr.bundle_in] = []
+
+
+def peak_bytes(program: RankProgram, chunks: Mapping[str, Chunk]) -> int:
+    """The most the step holds at once between instructions."""
+    return max(bytes_over_time(program, chunks), default=0)

@@ -1,0 +1,203 @@
+"""Order: constraints on when tasks of one device group run.
+
+Terms: a *group* of an order is a set of tasks that run before the next group's; tasks inside one group may interleave.
+
+Signature: placed DAG -> the same DAG with order edges beside it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx.node import Node
+
+from piper_dynamo.errors import PiperPlanError, format_error, join_faults
+from piper_dynamo.ir.cycle import find_cycle
+from piper_dynamo.ir.graph import Dag, producer, task_of
+from piper_dynamo.ir.task import Pass, TaskName
+from piper_dynamo.passes.select import describe_miss, select
+
+
+def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
+    """The B tasks whose BI or BW some order names; they are split before anything else happens.
+
+    Raises:
+        PiperPlanError: One order names a backward as B and another, or the same, as BI or BW.
+    """
+    backward: dict[TaskName, str] = {}
+    whole: dict[TaskName, str] = {}
+    tasks = [task_of(node).name for node in dag.tasks()]
+    names = [name for name in tasks if name is not None and name.which is Pass.B]
+    index = _TaskIndex(names)
+    for order in orders:
+        for group in order.groups:
+            for wanted in group:
+                values = _pass_values(wanted)
+                if not values & {"B", "BI", "BW"}:
+                    continue
+                for name in index.candidates(wanted):
+                    tags = dict(name.tags)
+                    for which in sorted(values & {"BI", "BW", "B"}):
+                        if wanted.matches({**tags, "PASS": which}):
+                            (whole if which == "B" else backward).setdefault(name, order.where)
+    both = [name for name in backward if name in whole]
+    if both:
+        raise PiperPlanError(
+            join_faults(
+                "a backward is ordered both whole and split",
+                [f"{name}: as B at {whole[name]}, as BI or BW at {backward[name]}" for name in both[:5]],
+                hint='use PASS "B", or the pair "BI" and "BW", for one region and microbatch',
+            )
+        )
+    return set(backward)
+
+
+def _pass_values(wanted: Any) -> set[str]:
+    """The passes a filter names; none if it takes any."""
+    for tag, value in wanted.items:
+        if tag == "PASS":
+            return {value} if isinstance(value, str) else set(map(str, value))
+    return set()
+
+
+class _TaskIndex:
+    """Tasks by microbatch: a filter of a schedule names one, and need not look at the others."""
+
+    def __init__(self, names: Sequence[TaskName]) -> None:
+        self._all = list(names)
+        self._by_mb: dict[int | None, list[TaskName]] = {}
+        for name in names:
+            self._by_mb.setdefault(name.mb, []).append(name)
+
+    def candidates(self, wanted: Any) -> list[TaskName]:
+        for tag, value in wanted.items:
+            if tag == "MB" and isinstance(value, int):
+                return self._by_mb.get(value, [])
+        return self._all
+
+
+class Order:
+    """Add the order edges of every Order directive.
+
+    rewrite:   Order([[F.PP0.MB0], [F.PP0.MB1]])  ->  F.PP0.MB1 after F.PP0.MB0
+    requires:  each filter matches a task; the tasks of one order are on one device group; no cycle with the dataflow
+    keeps:     the graph
+    """
+
+    name = "order"
+
+    def __init__(self, orders: Sequence[Any]) -> None:
+        self._orders = orders
+
+    def __call__(self, dag: Dag) -> None:
+        """Rewrite `dag` in place."""
+        faults: list[str] = []
+        nodes = list(dag.tasks())
+        by_mb: dict[int | None, list[Node]] = {}
+        for node in nodes:
+            name = task_of(node).name
+            assert name is not None
+            by_mb.setdefault(name.mb, []).append(node)
+        for order in self._orders:
+            groups: list[list[Node]] = []
+            for group in order.groups:
+                found: list[Node] = []
+                for wanted in group:
+                    passes = _pass_values(wanted)
+                    if not dag.training and passes and "F" not in passes:
+                        continue  # a forward-only program keeps the order of its forwards
+                    matched = select(_pool(wanted, nodes, by_mb), wanted)
+                    if not matched:
+                        faults.append(f"{order.where}: the filter {wanted!r} " + describe_miss(wanted, dag))
+                    found += matched
+                if found:
+                    groups.append(list(dict.fromkeys(found)))
+            faults += _same_devices(order, groups)
+            faults += _doubled(order, groups)
+            for before, after in zip(groups, groups[1:], strict=False):
+                dag.orders += [(a, b, order.where) for a in before for b in after if a is not b]
+        if faults:
+            raise PiperPlanError(join_faults("an order cannot be kept", list(dict.fromkeys(faults))))
+        check_acyclic(dag)
+
+
+def _pool(wanted: Any, nodes: list[Node], by_mb: dict[int | None, list[Node]]) -> list[Node]:
+    for tag, value in wanted.items:
+        if tag == "MB" and isinstance(value, int):
+            return by_mb.get(value, [])
+    return nodes
+
+
+def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:
+    devices: dict[tuple[int, ...], Node] = {}
+    for group in groups:
+        for node in group:
+            devices.setdefault(task_of(node).devices, node)
+    if len(devices) <= 1:
+        return []
+    shown = ", ".join(f"{task_of(n).name} on {d}" for d, n in list(devices.items())[:4])
+    return [
+        f"{order.where}: one order names tasks of several device groups: {shown}\n"
+        "  hint  write one piper.Order per device group"
+    ]
+
+
+def _doubled(order: Any, groups: list[list[Node]]) -> list[str]:
+    seen: dict[Node, int] = {}
+    faults = []
+    for position, group in enumerate(groups):
+        for node in group:
+            if node in seen:
+                faults.append(
+                    f"{order.where}: {task_of(node).name} comes twice, as group {seen[node]} and group {position}"
+                )
+            seen[node] = position
+    return faults
+
+
+def check_acyclic(dag: Dag) -> None:
+    """Refuse orders that contradict the dataflow or each other.
+
+    Raises:
+        PiperPlanError: Shows a shortest cycle: which task waits for which, and why.
+    """
+    tasks = [n for n in dag.graph.nodes if n.meta.get("task") is not None]
+    index = {node: i for i, node in enumerate(tasks)}
+    successors: list[list[int]] = [[] for _ in tasks]
+    reason: dict[tuple[int, int], str] = {}
+    for node in tasks:
+        for source in node.all_input_nodes:
+            made = producer(source)
+            if made in index:
+                successors[index[made]].append(index[node])
+                reason[index[made], index[node]] = f"uses {source.name}"
+    for before, after, where in dag.orders:
+        edge = index[before], index[after]
+        successors[edge[0]].append(edge[1])
+        reason.setdefault(edge, f"ordered at {where}")
+    cycle = find_cycle(successors)
+    if not cycle:
+        return
+    lines = []
+    for later, earlier in zip(cycle[1:] + cycle[:1], cycle, strict=True):
+        lines.append(f"{_line(tasks[later])}  waits for  {_short(tasks[earlier])}  ({reason[earlier, later]})")
+    ranks = {task_of(tasks[i]).devices for i in cycle}
+    title = (
+        "the orders deadlock: tasks wait for one another across ranks"
+        if len(ranks) > 1
+        else "an order contradicts the dataflow or another order"
+    )
+    raise PiperPlanError(
+        format_error(title, {"cycle": "\n".join(lines)}, hint="change the order of one of these tasks")
+    )
+
+
+def _short(node: Node) -> str:
+    task = task_of(node)
+    return str(task)
+
+
+def _line(node: Node) -> str:
+    task = task_of(node)
+    ranks = ",".join(map(str, task.devices))
+    where = f" [{task.where}]" if task.where else ""
+    return f"rank {ranks} {task}{where}"

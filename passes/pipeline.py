@@ -1,0 +1,101 @@
+"""The runner: applies the passes in their one visible order; it alone verifies, times, dumps and logs.
+
+`PIPER_DUMP=folder` writes the DAG's text before the first pass and after each. `PIPER_VERIFY=0|1|2|3` sets what is checked between
+passes: nothing; structure (default); also that task names survive printing and parsing; also, while the DAG can still run on
+one process, that it computes what the captured graph computes (see `check_values`).
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch.fx.node import Node
+
+from piper_dynamo.ir.graph import Dag, is_pick, print_dag, producer, task_of
+from piper_dynamo.ir.task import Kind, TaskName
+
+log = logging.getLogger("piper.passes")
+
+
+class GraphPass(Protocol):
+    """A rewrite of the DAG in place; options are bound when it is made."""
+
+    name: str
+
+    def __call__(self, dag: Dag) -> None:
+        """Rewrite `dag`."""
+
+
+def run_passes(
+    dag: Dag, passes: Sequence[GraphPass], *, check_values: Callable[[Dag], None] | None = None
+) -> None:
+    """Apply `passes` in order.
+
+    Args:
+        dag: The one-microbatch DAG; rewritten in place.
+        passes: What to apply.
+        check_values: Called after each pass at level 3 until tasks have devices.
+    """
+    level = int(os.environ.get("PIPER_VERIFY", "1"))
+    folder = os.environ.get("PIPER_DUMP")
+    _dump(folder, 0, "captured", dag)
+    for number, one in enumerate(passes, start=1):
+        before = len(dag.graph.nodes)
+        start = time.perf_counter()
+        one(dag)
+        spent = (time.perf_counter() - start) * 1e3
+        log.info(
+            "[%d/%d %s] %.1f ms  nodes %d -> %d", number, len(passes), one.name, spent, before, len(dag.graph.nodes)
+        )
+        _dump(folder, number, one.name, dag)
+        if level >= 1:
+            check_structure(dag, one.name)
+        if level >= 2:
+            check_names(dag, one.name)
+        if level >= 3 and check_values is not None and not _placed(dag):
+            check_values(dag)
+
+
+def _dump(folder: str | None, number: int, name: str, dag: Dag) -> None:
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, f"{number:02d}_{name}.txt").write_text(print_dag(dag) + "\n")
+
+
+def _placed(dag: Dag) -> bool:
+    return any(task_of(node).devices for node in dag.tasks())
+
+
+def check_structure(dag: Dag, after: str) -> None:
+    """Every node reads earlier nodes, has its record, and picks only what a task gives; orders join existing tasks."""
+    seen: set[Node] = set()
+    names: set[TaskName] = set()
+    for node in dag.graph.nodes:
+        for source in node.all_input_nodes:
+            assert source in seen, f"after {after}: {node} reads {source} before it is made"
+        seen.add(node)
+        if node.op in ("placeholder", "output"):
+            continue
+        if is_pick(node):
+            assert task_of(producer(node)).kind is Kind.COMPUTE, f"after {after}: {node} picks from no task"
+            continue
+        task = node.meta.get("task")
+        assert task is not None, f"after {after}: {node} has no record"
+        if task.kind is Kind.COMPUTE:
+            assert task.name not in names, f"after {after}: task {task.name} comes twice"
+            names.add(task.name)
+        if task.kind is Kind.RECV:
+            sent = node.args[0]
+            assert task_of(sent).kind is Kind.SEND, f"after {after}: {node} receives what nobody sends"
+    for before, later, _ in dag.orders:
+        assert before in seen and later in seen, f"after {after}: an order names a task that is gone"
+
+
+def check_names(dag: Dag, after: str) -> None:
+    """Task names survive printing and parsing."""
+    for node in dag.tasks():
+        name = task_of(node).name
+        assert name is not None and TaskName.parse(str(name)) == name, f"after {after}: {name}"

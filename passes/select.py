@@ -1,0 +1,39 @@
+"""Selecting tasks by filter, and what to say when a filter matches nothing."""
+
+from typing import Any
+
+from torch.fx.node import Node
+
+from piper_dynamo.ir.graph import Dag, task_of
+
+
+def select(nodes: list[Node], wanted: Any) -> list[Node]:
+    """The compute tasks that a filter matches, in graph order."""
+    found = []
+    for node in nodes:
+        name = task_of(node).name
+        if name is not None and wanted.matches(name.tags):
+            found.append(node)
+    return found
+
+
+def describe_miss(wanted: Any, dag: Dag) -> str:
+    """Why a filter matches nothing: the tags and indices there are, nearest first."""
+    have: dict[str, set[Any]] = {}
+    for node in dag.tasks():
+        name = task_of(node).name
+        assert name is not None
+        for tag, value in name.tags.items():
+            have.setdefault(tag, set()).add(value)
+    reasons = []
+    for tag, value in wanted.items:
+        if tag not in have:
+            known = ", ".join(sorted(have)) or "none"
+            reasons.append(f"no task has the tag {tag!r}; there are: {known}")
+        elif not any(wanted.allows(tag, v) for v in have[tag]):
+            values = sorted(have[tag], key=str)
+            shown = ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
+            reasons.append(f"no task has {tag}={value!r}; there are: {shown}")
+    if not reasons:
+        reasons.append("each tag exists, but no task has this combination")
+    return "matches nothing: " + "; ".join(reasons)

@@ -1,0 +1,81 @@
+"""Tie: one gradient for a parameter that several device groups hold.
+
+Signature: placed DAG -> DAG in which each holder accumulates its own partial gradients, then adds all holders' sums.
+"""
+
+from dataclasses import replace
+
+from torch.fx.node import Node
+
+from piper_dynamo.ir import ops
+from piper_dynamo.ir.graph import Dag, call, producer, results_of, task_of
+from piper_dynamo.ir.task import Kind, Task
+
+
+class Tie:
+    """Sum the gradient of a parameter over its holders.
+
+    rewrite:   g = accumulate(B.PP0 on 0, B.PP1 on 1)
+               ->  a = accumulate(B.PP0) on 0 ; b = accumulate(B.PP1) on 1 ; add(a, b) on 0 ; add(a, b) on 1
+    requires:  tasks are placed
+    keeps:     values up to summation order; every holder adds in the same order, so copies stay bit-equal
+    """
+
+    name = "tie"
+
+    def __call__(self, dag: Dag) -> None:
+        """Rewrite `dag` in place; a gradient in the results becomes the list of its holders' nodes."""
+        results = results_of(dag.graph)
+        output = dag.graph.find_nodes(op="output")[0]
+        grads = {}
+        for key, node in results["grads"].items():
+            if task_of(node).kind is Kind.ACCUMULATE:
+                grads[key] = _tie(dag, node)
+            else:
+                grads[key] = [node]
+        output.args = ({**results, "grads": grads},)
+        for node in list(dag.graph.nodes):
+            if not node.users and task_kind(node) is Kind.ACCUMULATE:
+                dag.graph.erase_node(node)
+
+
+def task_kind(node: Node) -> Kind | None:
+    """A node's kind; None for placeholders and picks."""
+    task = node.meta.get("task")
+    return task.kind if task is not None else None
+
+
+def _tie(dag: Dag, node: Node) -> list[Node]:
+    parts: dict[tuple[int, ...], list[Node]] = {}
+    for partial in node.all_input_nodes:
+        parts.setdefault(task_of(producer(partial)).devices, []).append(partial)
+    task = task_of(node)
+    if len(parts) == 1:
+        (devices,) = parts
+        node.meta["task"] = replace(task, devices=devices)
+        return [node]
+    spec = node.meta["spec"]
+    with dag.graph.inserting_before(node):
+        sums = {
+            devices: call(
+                dag.graph,
+                replace(task, devices=devices),
+                ops.accumulate,
+                tuple(found),
+                name=f"{node.name}_on_{devices[0]}",
+                spec=spec,
+            )
+            for devices, found in sorted(parts.items())
+        }
+        totals = [
+            call(
+                dag.graph,
+                Task(kind=Kind.SUM, label=task.label, devices=devices),
+                ops.add,
+                tuple(sums.values()),
+                name=f"{node.name}_total_{devices[0]}",
+                spec=spec,
+            )
+            for devices in sums
+        ]
+    return totals

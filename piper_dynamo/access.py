@@ -1,0 +1,138 @@
+"""Functions on a compiled step: its parameters, its share of the data, its plan, the gradient norm, a recorded timeline."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piper_dynamo.errors import PiperError
+from piper_dynamo.measure import recorder
+from piper_dynamo.plan import Plan
+from piper_dynamo.state import ANCHOR, Record, StepState, record_of
+
+
+def module_of(step: Any) -> nn.Module:
+    """The user's module behind a compiled step.
+
+    Raises:
+        PiperError: `step` is not a module compiled with the piper backend.
+    """
+    module = getattr(step, "_orig_mod", step)
+    if not isinstance(module, nn.Module):
+        raise PiperError(
+            f"expected what torch.compile(model, backend='piper', ...) or piper.compile returned, got {type(step).__name__}"
+        )
+    return module
+
+
+def state_of(step: Any) -> StepState:
+    """The state of a step that has been prepared or run.
+
+    Raises:
+        PiperError: It has not.
+    """
+    module = module_of(step)
+    for param in module.parameters():
+        record = record_of(param)
+        if record is not None:
+            _adopt_unused(module, record.owner)
+            return record.owner
+    raise PiperError(
+        "this step has no state yet: call piper.prepare(step, *example_inputs), piper.compile(...), or run it once"
+    )
+
+
+def _adopt_unused(module: nn.Module, state: StepState) -> None:
+    """Parameters that no program uses live on rank 0."""
+    for name, param in module.named_parameters():
+        if record_of(param) is None:
+            state.adopt(param, name, (0,))
+
+
+def named_parameters(step: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters this rank holds, by the user's own names; an empty anchor where it holds none."""
+    state = state_of(step)
+    found = False
+    for name, param in module_of(step).named_parameters():
+        record = record_of(param)
+        if isinstance(record, Record) and record.held:
+            found = True
+            yield name, param
+    if not found:
+        yield ANCHOR, state.anchor
+
+
+def parameters(step: Any) -> list[nn.Parameter]:
+    """The parameters this rank holds, for an optimizer."""
+    return [param for _, param in named_parameters(step)]
+
+
+def data_rank(step: Any) -> int:
+    """Which shard of the data this rank loads: ranks of one replica load the same."""
+    return state_of(step).data_rank
+
+
+def data_world(step: Any) -> int:
+    """How many shards of the data there are."""
+    return state_of(step).data_world
+
+
+def explain(step: Any) -> Plan:
+    """The plan of the program that this step ran or prepared last."""
+    plan = state_of(step).last
+    if not isinstance(plan, Plan):
+        raise PiperError("this step has not been prepared or run yet")
+    return plan
+
+
+def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`; every rank must call it.
+
+    Each parameter counts once, however many ranks hold it. Returns the norm before, the same on every rank (0-dim, at least
+    float32).
+    """
+    state = state_of(step)
+    held = [(p, record_of(p)) for _, p in named_parameters(step)]
+    grads = [p.grad for p, _ in held if p.grad is not None and p.grad.numel()]
+    counted = [
+        p.grad
+        for p, r in held
+        if p.grad is not None and p.grad.numel() and r is not None and r.holders[0] == state.rank
+    ]
+    total = _global_norm(state, counted, norm_type)
+    if grads and max_norm != float("inf"):
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.device, grad.dtype if grad.dtype.is_floating_point else None))
+    return total
+
+
+def _global_norm(state: StepState, grads: list[Tensor], norm_type: float) -> Tensor:
+    wide = [torch.promote_types(g.dtype, torch.float32) for g in grads]
+    dtype = torch.float64
+    local = torch.zeros((), dtype=dtype)
+    if grads:
+        norms = torch.stack(
+            [torch.linalg.vector_norm(g.to(w), norm_type).to(dtype) for g, w in zip(grads, wide, strict=True)]
+        ).cpu()
+        local = norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
+    if norm_type == float("inf"):
+        slots = torch.zeros(state.world_size, dtype=dtype)
+        slots[state.rank] = local
+        return state.comm.reduce_now(slots).max()  # type: ignore[no-any-return]
+    total = state.comm.reduce_now(local.reshape(1))[0]
+    return total.pow(1.0 / norm_type)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def record(step: Any) -> Iterator[Any]:
+    """Record when this rank ran what in the next step: `with piper.record(step) as timeline: step(...)`."""
+    state = state_of(step)
+    timeline, take = recorder(state.rank)
+    state.recorder = take
+    try:
+        yield timeline
+    finally:
+        state.recorder = None

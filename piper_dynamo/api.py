@@ -1,0 +1,209 @@
+"""Compile, prepare and plan: calls that look at a model without training it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.access import module_of
+from piper_dynamo.backend import piper
+from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
+from piper_dynamo.options import Options
+from piper_dynamo.plan import Plan
+from piper_dynamo.step import Session, StandIn, session
+from piper_dynamo.strategy import Place, Strategy
+
+
+def compile(  # noqa: A001  (the public name is piper.compile, beside torch.compile)
+    model: nn.Module, strategy: Strategy, example_inputs: Sequence[Any] | Mapping[str, Any], **options: Any
+) -> Any:
+    """Compile a model under a strategy and prepare it for this rank.
+
+    Args:
+        model: The single-device model.
+        strategy: How the step is distributed.
+        example_inputs: Positional inputs as a tuple, or keyword inputs as a dict; what this rank would be given, at the
+            whole batch's sizes. Values are not looked at.
+        options: `compile=`, `timeout_s=`, `outputs=`; see `piper_dynamo.options.Options`.
+
+    Returns:
+        What `torch.compile` returns; call it like the model.
+
+    Raises:
+        PiperError: The model, the strategy or the inputs are refused.
+    """
+    Options.of({"strategy": strategy, **options})
+    step = torch.compile(
+        model, backend=piper, fullgraph=True, options={"strategy": strategy, **options}
+    )
+    if isinstance(example_inputs, Mapping):
+        prepare(step, **example_inputs)
+    else:
+        prepare(step, *example_inputs)
+    return step
+
+
+def prepare(step: Any, *args: Any, **kwargs: Any) -> None:
+    """Capture, plan and compile a step for inputs like these, and release what this rank does not hold. Runs nothing.
+
+    Raises:
+        PiperError: The model, the strategy or the inputs are refused.
+    """
+    module_of(step)
+    with session(None) as now:
+        _call(step, now, args, kwargs)
+        if not now.steps:
+            raise PiperError(
+                "the step is not compiled with the piper backend and a strategy: "
+                "torch.compile(model, backend='piper', options={'strategy': ...})"
+            )
+        # Releasing parameters changes what Dynamo guards on: trace again now rather than in the first step.
+        _call(step, now, args, kwargs)
+
+
+def plan(
+    model: nn.Module,
+    strategy: Strategy,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    world_size: int | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan of a step, without devices, weights or processes; meta models are welcome.
+
+    Args:
+        model: The single-device model.
+        strategy: How the step is distributed.
+        example_inputs: As for `compile`.
+        world_size: How many ranks; default: as many as the strategy places something on.
+        options: As for `compile`.
+
+    Raises:
+        PiperError: The model, the strategy or the inputs are refused, or the plan is unsafe.
+    """
+    ranks = [d for p in strategy.of(Place) for d in p.devices]
+    world = world_size if world_size is not None else max(ranks, default=0) + 1
+    if isinstance(world, bool) or world < 1:
+        raise PiperPlanError(f"world_size is {world!r}; give a number of ranks >= 1")
+    step = torch.compile(
+        model, backend=piper, fullgraph=True, options={"strategy": strategy, **options}
+    )
+    named = isinstance(example_inputs, Mapping)
+    with session(world) as now:
+        _call(step, now, () if named else tuple(example_inputs), dict(example_inputs) if named else {})
+    return now.plans[-1]
+
+
+def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One call of the step in a session; a loss named by its path takes a first one, to see the output's structure."""
+    now.probe = True
+    output = _guarded(step, args, kwargs)
+    now.probe = False
+    strategy = now.steps[-1].strategy if now.steps else None
+    wanted = strategy.loss if strategy is not None else None
+    if wanted is not None:
+        now.loss = loss_index(output, wanted)
+    _guarded(step, args, kwargs)
+
+
+def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return step(*args, **kwargs)
+    except compat.BackendCompilerFailed as error:
+        inner = error.inner_exception
+        if isinstance(inner, PiperError):
+            raise inner.with_traceback(inner.__traceback__) from None
+        raise
+    except compat.ConstraintViolationError as error:
+        raise _baked_in(str(error)) from error
+    except compat.UserError as error:
+        if "onstraint" not in str(error) and "mark_dynamic" not in str(error):
+            raise PiperCaptureError(_dynamo_text(error)) from error
+        raise _baked_in(str(error)) from error
+    except compat.Unsupported as error:
+        raise PiperCaptureError(_dynamo_text(error)) from error
+
+
+def _baked_in(text: str) -> PiperCaptureError:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reasons = [line for line in lines if "specialized" in line or "constant" in line or "L[" in line]
+    return PiperCaptureError(
+        format_error(
+            "the batch size is baked into the model",
+            {"why": "\n".join((reasons or lines)[:4])},
+            hint=(
+                "take sizes from the inputs (x.shape[0], -1) instead of numbers, "
+                'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
+            ),
+        )
+    )
+
+
+def _dynamo_text(error: Exception) -> str:
+    """Dynamo's reason and the user's line, without its own stack."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    places = [line.strip() for line in lines if line.strip().startswith("File ")]
+    at = places[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if places else "unknown line"
+    return format_error(
+        "graph break: a strategy needs the whole call in one graph",
+        {"at": at.split(", in ")[0], "why": lines[0] if lines else type(error).__name__},
+        hint=(
+            "move the statement out of forward (prints, .item(), data-dependent ifs, calls into other libraries); "
+            "without a strategy, graph breaks work"
+        ),
+    )
+
+
+def loss_index(output: Any, wanted: Any) -> int:
+    """Which graph output stands at the place of the model's output that the user named.
+
+    Args:
+        output: The model's output made of stand-ins.
+        wanted: A key, an index, or a path such as `"losses.total"` or `("losses", 0)`.
+
+    Raises:
+        PiperCaptureError: There is no tensor at that place; what there is, is listed.
+    """
+    path = wanted if isinstance(wanted, tuple | list) else [wanted]
+    if isinstance(wanted, str) and not (isinstance(output, Mapping) and wanted in output):
+        path = wanted.split(".")
+    found = output
+    for part in path:
+        try:
+            if isinstance(found, Mapping):
+                found = found[part]
+            elif isinstance(found, tuple | list):
+                found = found[int(part)]
+            else:
+                found = getattr(found, str(part))
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise PiperCaptureError(
+                format_error(
+                    f"the model's output has no {wanted!r} to be the loss",
+                    {"outputs": ", ".join(output_paths(output)) or "no tensors"},
+                )
+            ) from error
+    if not isinstance(found, StandIn):
+        raise PiperCaptureError(
+            format_error(
+                f"the output {wanted!r} is not a tensor",
+                {"outputs": ", ".join(output_paths(output)) or "no tensors"},
+            )
+        )
+    return found.index
+
+
+def output_paths(output: Any, prefix: str = "") -> list[str]:
+    """Where the tensors are in a model's output."""
+    if isinstance(output, StandIn):
+        return [prefix or "(the output itself)"]
+    items: list[tuple[Any, Any]] = []
+    if isinstance(output, Mapping):
+        items = list(output.items())
+    elif isinstance(output, tuple | list):
+        items = list(enumerate(output))
+    paths = []
+    for key, value in items:
+        paths += output_paths(value, f"{prefix}.{key}" if prefix else str(key))
+    return paths

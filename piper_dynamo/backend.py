@@ -1,0 +1,97 @@
+"""The `torch.compile` backend.
+
+Without a strategy it is a plain backend for one device: AOTAutograd splits forward and backward, chunks run operator by
+operator or through inductor. With a strategy, the graph of the call becomes a `CompiledStep`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.capture import read_args
+from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.options import Options
+from piper_dynamo.plan import data_dims, refuse_unsupported, split_of
+from piper_dynamo.step import CompiledStep
+
+
+def piper(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="piper", options={...})`; see `piper_dynamo.options.Options`.
+
+    Raises:
+        PiperError: The options, the strategy or the model are refused; Dynamo wraps it in BackendCompilerFailed.
+    """
+    if mode is not None:
+        raise PiperCaptureError(
+            f"torch.compile(mode={mode!r}) has no meaning for the piper backend; use options={{...}}"
+        )
+    chosen = Options.of(options)
+    if chosen.strategy is None:
+        return _one_device(gm, list(example_inputs), chosen)
+    compat.raise_recompile_limit()
+    _refuse_graph_break(gm)
+    refuse_unsupported(chosen.strategy)
+    args = read_args(gm, example_inputs)
+    split = split_of(chosen.strategy)
+    dims = data_dims(args, split)
+    if split.num_microbatches > 1:
+        _make_batch_symbolic(gm, args, example_inputs, dims)
+    training = torch.is_grad_enabled() and any(a.requires_grad for a in args)
+    return CompiledStep(gm, args, chosen, training=training)
+
+
+def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
+    on_cuda = any(isinstance(i, torch.Tensor) and i.device.type == "cuda" for i in inputs)
+    mode = options.compile or ("inductor" if on_cuda else "aten")
+    if mode == "inductor":
+        return compat.inductor_backend()(gm, inputs)  # type: ignore[no-any-return]
+    return compat.aten_backend()(gm, inputs)  # type: ignore[no-any-return]
+
+
+def _refuse_graph_break(gm: fx.GraphModule) -> None:
+    found = compat.graph_break_of(gm)
+    if found is None:
+        return
+    reason, where = found
+    raise PiperCaptureError(
+        format_error(
+            "graph break: a strategy needs the whole call in one graph",
+            {"at": where, "why": reason.strip().splitlines()[0]},
+            hint=(
+                "move the statement out of forward (prints, .item(), data-dependent ifs, calls into other libraries); "
+                "without a strategy, graph breaks work"
+            ),
+        )
+    )
+
+
+def _make_batch_symbolic(
+    gm: fx.GraphModule, args: tuple[Arg, ...], examples: Sequence[Any], dims: dict[int, int]
+) -> None:
+    """Trace again with symbols for the batch dims, unless they are symbols already.
+
+    Only then do sizes that the model computes from its inputs follow the microbatch; in a static graph they are numbers.
+    """
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    marked = False
+    for arg in args:
+        if arg.kind is not ArgKind.DATA or arg.position not in dims:
+            continue
+        dim = dims[arg.position]
+        traced = placeholders[arg.position].meta["example_value"].shape[dim]
+        example = examples[arg.position]
+        if isinstance(traced, int) and not compat.is_marked_dynamic(example, dim):
+            compat.mark_dynamic(example, dim)
+            marked = True
+    if marked:
+        raise compat.TensorifyScalarRestartAnalysis(restart_reason="piper: symbolic batch")

@@ -1,0 +1,195 @@
+"""The rank program: what one rank does in one step, as a flat tuple of instructions.
+
+Terms: a *register* holds one value; a *handle* is a register for a message that has been posted and not yet waited for;
+a *channel* is the ordered messages from one rank to another; a *bundle* is the list of values kept for a later phase.
+
+A program knows nothing of strategies. It is what the verifier proves, the simulator times, and the runtime runs. The text
+form of an instruction is strict: `Instr.parse(str(i)) == i`.
+"""
+
+import json
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from piper_dynamo.errors import PiperSyntaxError
+from piper_dynamo.ir.spec import TensorSpec
+
+
+class Op(StrEnum):
+    """What an instruction does."""
+
+    RUN = "run"  # one chunk: primals, bundle, tangents -> results, bundle
+    SLICE = "slice"  # one microbatch of an input
+    POST = "post"  # start to receive message `message` of the channel from `peer`
+    WAIT = "wait"  # the value of a handle
+    SEND = "send"  # start to send; the value must stay until the drain
+    DRAIN = "drain"  # wait until a sent value has left
+    ACCUMULATE = "accumulate"  # add a partial gradient into a sum that this rank owns
+    ADD = "add"  # a new value: the sum of the inputs in order
+    LOSS = "loss"  # losses and weights, interleaved -> their weighted sum
+    CONCAT = "concat"  # join along `dim`, or stack where it is None
+    FREE = "free"  # forget registers
+    ALL_REDUCE = "all_reduce"  # start a collective over `group` -> handle
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+
+
+COLLECTIVES = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instr:
+    """One instruction.
+
+    Attributes:
+        op: What it does.
+        task: The task it belongs to, e.g. `F.PP0.MB3`; a message's task is the one that makes the value.
+        outputs: Registers it writes.
+        inputs: Registers it reads. RUN: primals then tangents. ACCUMULATE: the sum (if it exists), then the part.
+        target: RUN: name of the chunk.
+        bundle_in: RUN: register of the bundle it takes and empties.
+        bundle_out: RUN: register of the bundle it leaves.
+        num_primals: RUN: how many of the inputs come before the bundle.
+        seed: RUN of a chunk that draws random numbers: microbatch and region index.
+        peer: POST, SEND, DRAIN: the other rank.
+        message: POST, WAIT, SEND, DRAIN: position in the channel.
+        group: Collectives: the ranks, in order.
+        dim: SLICE, CONCAT.
+        part: SLICE: which of `parts`.
+        parts: SLICE: into how many.
+        spec: POST and collectives: the result. SEND: the value.
+        nbytes: Memory each output takes anew (0 for views).
+        stream: The logical stream.
+        where: The user's source line.
+    """
+
+    op: Op
+    task: str = ""
+    outputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    target: str = ""
+    bundle_in: str = ""
+    bundle_out: str = ""
+    num_primals: int = 0
+    seed: tuple[int, int] | None = None
+    peer: int = -1
+    message: int = -1
+    group: tuple[int, ...] = ()
+    dim: int | None = None
+    part: int = 0
+    parts: int = 0
+    spec: TensorSpec | None = None
+    nbytes: tuple[int, ...] = ()
+    stream: str = "compute"
+    where: str = ""
+
+    def reads(self) -> tuple[str, ...]:
+        """Every register it reads, its bundle included."""
+        return (*self.inputs, self.bundle_in) if self.bundle_in else self.inputs
+
+    def writes(self) -> tuple[str, ...]:
+        """Every register it writes, its bundle included."""
+        return (*self.outputs, self.bundle_out) if self.bundle_out else self.outputs
+
+    def __str__(self) -> str:
+        left = f"{', '.join(self.outputs)} = " if self.outputs else ""
+        extra = {
+            f.name: _plain(value)
+            for f in fields(self)
+            if f.name not in ("op", "outputs", "inputs")
+            and (value := getattr(self, f.name)) != f.default
+        }
+        return f"{left}{self.op}({', '.join(self.inputs)}) {json.dumps(extra)}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Instr":
+        """The instruction that `text` is the text form of.
+
+        Raises:
+            PiperSyntaxError: It is not exactly one instruction's text form.
+        """
+        try:
+            head, brace, tail = text.partition(" {")
+            left, equals, call = head.rpartition(" = ")
+            op, paren, inside = call.partition("(")
+            if not brace or not paren or not inside.endswith(")"):
+                raise ValueError("expected 'outputs = op(inputs) {...}'")
+            extra = {k: _rich(k, v) for k, v in json.loads("{" + tail).items()}
+            instr = cls(
+                op=Op(op),
+                outputs=tuple(left.split(", ")) if equals else (),
+                inputs=tuple(inside[:-1].split(", ")) if inside != ")" else (),
+                **extra,
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PiperSyntaxError(f"not an instruction: {text!r} ({error})") from error
+        if str(instr) != text:
+            raise PiperSyntaxError(f"not an instruction: {text!r}; it is written {str(instr)!r}")
+        return instr
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return [list(value.shape), dtype, list(value.stride), value.device]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rich(key: str, value: Any) -> Any:
+    if key == "spec":
+        shape, dtype, stride, device = value
+        return TensorSpec(
+            shape=tuple(shape), dtype=getattr(torch, dtype), stride=tuple(stride), device=device
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """One rank's step.
+
+    Attributes:
+        rank: Which rank.
+        world_size: Of how many.
+        instrs: The instructions, in host order.
+        state: Register of each parameter and buffer it needs, with the argument's position.
+        data: Register of each data argument it needs, with the argument's position.
+        weights: Registers of the loss weights it needs, one per microbatch or one for all.
+        loss: Register of the loss; empty where the model has none.
+        outputs: Index and register of each other output this rank owns.
+        grads: Argument position and register of each gradient this rank ends with.
+        buffers: Argument position and register of each buffer's new value.
+        chunks: Structural key of each chunk name.
+        peak_bytes: Predicted peak of what the step allocates, without parameters and gradients held before it.
+    """
+
+    rank: int
+    world_size: int
+    instrs: tuple[Instr, ...]
+    state: tuple[tuple[str, int], ...]
+    data: tuple[tuple[str, int], ...]
+    weights: tuple[str, ...]
+    loss: str
+    outputs: tuple[tuple[int, str], ...]
+    grads: tuple[tuple[int, str], ...]
+    buffers: tuple[tuple[int, str], ...]
+    chunks: tuple[tuple[str, str], ...]
+    peak_bytes: int = 0
+
+    def results(self) -> set[str]:
+        """Registers that outlive the program."""
+        kept = {reg for _, reg in (*self.outputs, *self.grads, *self.buffers)}
+        return kept | {self.loss} if self.loss else kept
+
+    def sources(self) -> set[str]:
+        """Registers that are there before the program."""
+        return {reg for reg, _ in (*self.state, *self.data)} | set(self.weights)
+
+    def text(self) -> str:
+        """One instruction per line; two ranks' plans are the same job iff their texts are."""
+        head = replace(self, instrs=())
+        return "\n".join([repr(head), *map(str, self.instrs)])

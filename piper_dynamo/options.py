@@ -1,0 +1,66 @@
+"""What `torch.compile(model, backend="piper", options={...})` takes."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from piper_dynamo.errors import PiperStrategyError, format_error
+from piper_dynamo.strategy import Strategy
+
+COMPILE_MODES = ("aten", "inductor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the backend.
+
+    Attributes:
+        strategy: How the step is distributed; None compiles for one device.
+        compile: How chunks run: "aten" (operator by operator) or "inductor" (fused); None is aten on CPU, inductor on CUDA.
+        timeout_s: Seconds that any wait for another rank may take.
+        outputs: Where the outputs other than the loss come back: on the ranks that own them ("owner") or "everywhere".
+    """
+
+    strategy: Strategy | None = None
+    compile: str | None = None
+    timeout_s: float = 300.0
+    outputs: str = "owner"
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        if self.strategy is not None and not isinstance(self.strategy, Strategy):
+            raise PiperStrategyError(
+                f"option 'strategy' is a {type(self.strategy).__name__}; pass a piper.Strategy"
+            )
+        if self.compile not in (None, *COMPILE_MODES):
+            raise PiperStrategyError(
+                f"option 'compile' is {self.compile!r}; choose one of {', '.join(COMPILE_MODES)}"
+            )
+        if isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
+            raise PiperStrategyError(f"option 'timeout_s' is {self.timeout_s!r}; give seconds > 0")
+        if self.outputs not in ("owner", "everywhere"):
+            raise PiperStrategyError(
+                f"option 'outputs' is {self.outputs!r}; choose 'owner' or 'everywhere'"
+            )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> "Options":
+        """Options from torch.compile's mapping.
+
+        Raises:
+            PiperStrategyError: A name is unknown (near misses are listed) or a value means nothing.
+        """
+        known = [f.name for f in fields(cls)]
+        faults = []
+        for name in given or {}:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known)
+                faults.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        if faults:
+            raise PiperStrategyError(
+                format_error(
+                    f"unknown option: {', '.join(faults)}", {"known": ", ".join(known)}
+                )
+            )
+        return cls(**(given or {}))

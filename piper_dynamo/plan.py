@@ -1,0 +1,333 @@
+"""A plan: the whole job of one step, made without devices, weights or processes.
+
+One capture serves many strategies: the template (the one-microbatch DAG and its chunks) is kept by what was captured, and
+another strategy over the same model starts from it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from piper_dynamo import capture as capturing
+from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.graph import Dag, print_dag
+from piper_dynamo.ir.joint import Arg, ArgKind, Capture
+from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.task import RegionId
+from piper_dynamo.ir.verify import verify
+from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
+from piper_dynamo.lowering.emit import emit
+from piper_dynamo.lowering.lower import finish, lower
+from piper_dynamo.lowering.memory import free_dead, peak_bytes
+from piper_dynamo.lowering.schedule import schedule
+from piper_dynamo.lowering.simulate import Costs, Simulation, simulate
+from piper_dynamo.passes.build import build
+from piper_dynamo.passes.check import value_checker
+from piper_dynamo.passes.cut import cut
+from piper_dynamo.passes.order import Order, named_halves
+from piper_dynamo.passes.partition import Partition, Partitioner
+from piper_dynamo.passes.pipeline import GraphPass, run_passes
+from piper_dynamo.passes.place import Place, Placement
+from piper_dynamo.passes.regions import Regions, find_regions
+from piper_dynamo.passes.split import Split, batch_dims
+from piper_dynamo.passes.split_backward import SplitBackward
+from piper_dynamo.passes.tie import Tie
+from piper_dynamo.passes.transfer import Transfer
+from piper_dynamo.strategy import Order as OrderDirective
+from piper_dynamo.strategy import Place as PlaceDirective
+from piper_dynamo.strategy import Replicate, Shard, Strategy
+from piper_dynamo.strategy import Split as SplitDirective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A captured microbatch, cut and partitioned; every strategy's plan starts from a copy of its DAG."""
+
+    capture: Capture
+    regions: Regions
+    partitions: Mapping[RegionId, Partition]
+    dag: Dag
+
+
+@dataclass(slots=True, kw_only=True)
+class Program:
+    """One rank's program, printed as the Python that runs."""
+
+    rank_program: RankProgram
+
+    @property
+    def instrs(self) -> tuple[Instr, ...]:
+        """The instructions, in host order."""
+        return self.rank_program.instrs
+
+    def __str__(self) -> str:
+        return emit(self.rank_program).source
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """Everything a step of a strategy will do on every rank.
+
+    Attributes:
+        strategy: What was asked for.
+        world_size: How many ranks.
+        programs: Every rank's program, in rank order.
+        dag: The distributed DAG.
+        args: The captured call's arguments.
+        capture: The captured graph.
+        dims: The dim along which each data argument is split, by position.
+        untagged: Forward nodes that carried no tag: user line and the region they joined.
+        halves: For each region, whether it has input-gradient and weight-gradient work.
+    """
+
+    strategy: Strategy
+    world_size: int
+    programs: tuple[RankProgram, ...]
+    dag: Dag
+    args: tuple[Arg, ...]
+    capture: Capture
+    dims: dict[int, int]
+    untagged: tuple[tuple[str, RegionId], ...]
+    halves: dict[str, tuple[bool, bool]]
+    _fingerprint: str = field(default="")
+
+    @property
+    def graph(self) -> str:
+        """The distributed DAG, one node per line."""
+        return print_dag(self.dag)
+
+    @property
+    def chunks(self) -> Mapping[str, Chunk]:
+        """The chunks that programs run, by name."""
+        return self.dag.chunks
+
+    def program(self, rank: int) -> Program:
+        """One rank's program; `str()` of it is the emitted Python."""
+        if not 0 <= rank < self.world_size:
+            raise PiperPlanError(f"rank {rank} is outside the world of {self.world_size} ranks")
+        return Program(rank_program=self.programs[rank])
+
+    def verify(self) -> None:
+        """Prove the programs safe; raises PiperPlanError listing every fault."""
+        verify(self.programs)
+
+    def simulate(self, costs: Costs | None = None) -> Simulation:
+        """The step on an ideal machine with the given costs."""
+        return simulate(self.programs, costs or Costs(), self.halves)
+
+    def plot(self, path: str | Path, costs: Costs | None = None) -> None:
+        """Draw the simulated step, rank by time; PNG or SVG by the file's suffix."""
+        from piper_dynamo.timeline import plot_timeline
+
+        plot_timeline({"predicted": self.simulate(costs).timeline}, path)
+
+    def holders(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that hold each parameter and buffer, by argument position."""
+        found: dict[int, list[int]] = {}
+        for program in self.programs:
+            for _, position in program.state:
+                found.setdefault(position, []).append(program.rank)
+        return {position: tuple(ranks) for position, ranks in found.items()}
+
+    def fingerprint(self) -> str:
+        """A hash of all ranks' programs: ranks may run a step together iff theirs are equal."""
+        if not self._fingerprint:
+            text = "\n".join(p.text() for p in self.programs)
+            self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self._fingerprint
+
+    def summary(self) -> str:
+        """Ranks, what they hold and run, messages, and predicted memory, as a table."""
+        lines = [
+            f"plan of {self.world_size} rank{'s' if self.world_size > 1 else ''}, "
+            f"{self.dag.num_microbatches} microbatch{'es' if self.dag.num_microbatches > 1 else ''}, "
+            f"{'training' if self.dag.training else 'forward only'}",
+            "rank  regions          parameters     buffers   tasks  messages out   bytes out   step peak",
+        ]
+        for program in self.programs:
+            runs = [i for i in program.instrs if i.op is Op.RUN]
+            regions = list(dict.fromkeys(i.target.split("_", 1)[1] for i in runs))
+            sends = [i for i in program.instrs if i.op is Op.SEND and i.spec is not None]
+            held = [self.args[p] for _, p in program.state]
+            params = sum(a.spec.nbytes for a in held if a.kind is ArgKind.PARAMETER and a.spec)
+            buffers = sum(a.spec.nbytes for a in held if a.kind is ArgKind.BUFFER and a.spec)
+            lines.append(
+                f"{program.rank:>4}  {', '.join(regions):<16} {_size(params):>10}  {_size(buffers):>10}  {len(runs):>6}"
+                f"  {len(sends):>12}  {_size(sum(i.spec.nbytes for i in sends if i.spec)):>10}  {_size(program.peak_bytes):>10}"
+            )
+        unique = {c.key for c in self.chunks.values()}
+        lines.append(f"chunks: {len(self.chunks)}, compiled once each: {len(unique)}")
+        if self.untagged:
+            lines.append("untagged operators, and the region they joined:")
+            lines += [
+                f"  {where or 'no source line'} -> {region}"
+                for where, region in dict.fromkeys(self.untagged)
+            ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024  # type: ignore[assignment]
+    return f"{nbytes:.1f} GiB"
+
+
+_templates: dict[tuple[Any, ...], Template] = {}
+
+
+def template_of(
+    key: str | None,
+    gm: fx.GraphModule,
+    args: tuple[Arg, ...],
+    numbers: dict[int, Any],
+    dims: dict[int, int],
+    num_microbatches: int,
+    *,
+    loss: int | None,
+    training: bool,
+) -> Template:
+    """Capture, cut and partition, or reuse what was captured before.
+
+    Args:
+        key: A text that is equal for equal Dynamo graphs; None where equality cannot be told.
+        gm: Dynamo's graph.
+        args: Its arguments at the whole batch's sizes.
+        numbers: Values of its number arguments, by position.
+        dims: Batch dim of each sliced argument, by position.
+        num_microbatches: Into how many slices.
+        loss: Which output is the loss, or None to find it.
+        training: With the backward.
+    """
+    full = (key, args, tuple(sorted(numbers.items())), tuple(sorted(dims.items())), num_microbatches, loss, training)
+    if key is not None and full in _templates:
+        return _templates[full]
+    captured = capturing.trace(
+        gm, args, numbers, dims, num_microbatches, loss=loss, training=training
+    )
+    regions = find_regions(captured)
+    graphs = cut(captured, regions)
+    kept = {captured.placeholders[a.position] for a in args}
+    partitioner = Partitioner(captured.mode)
+    partitions = {
+        region: partitioner(graph, tuple(name in kept for name in graph.primals))
+        for region, graph in graphs.items()
+    }
+    template = Template(
+        capture=captured,
+        regions=regions,
+        partitions=partitions,
+        dag=build(captured, regions, graphs, partitions),
+    )
+    if key is not None:
+        _templates[full] = template
+    return template
+
+
+def split_of(strategy: Strategy) -> SplitDirective:
+    """The strategy's Split; one microbatch where it has none."""
+    found = strategy.of(SplitDirective)
+    return found[0] if found else SplitDirective({}, num_microbatches=1)
+
+
+def refuse_unsupported(strategy: Strategy) -> None:
+    """Refuse directives that this version does not apply, rather than ignore them."""
+    faults = []
+    for directive in strategy.directives:
+        if isinstance(directive, Replicate | Shard):
+            faults.append(f"{directive!r} at {directive.where}")
+    split = split_of(strategy)
+    if split.dim != "MB":
+        faults.append(f"Split(dim={split.dim!r}): the microbatch tag is 'MB' for now")
+    if split.filter.items:
+        faults.append(f"Split({split.filter!r}): only the whole model can be split for now; use Split({{}}, ...)")
+    if faults:
+        raise PiperStrategyError(
+            format_error(
+                "the strategy asks for what this version does not do",
+                {"directives": "\n".join(faults)},
+                hint="supported: Split({}), Place on one rank per region, Order",
+            )
+        )
+
+
+def make_plan(
+    template: Template,
+    strategy: Strategy,
+    world_size: int,
+    dims: dict[int, int],
+    *,
+    outputs_everywhere: bool = False,
+) -> Plan:
+    """Apply a strategy to a captured model, lower it and prove the result safe.
+
+    Raises:
+        PiperPlanError: The strategy cannot be applied, or the plan is unsafe.
+    """
+    split = split_of(strategy)
+    orders = strategy.of(OrderDirective)
+    dag = replace(template.dag, chunks=dict(template.dag.chunks), orders=[])
+    check = value_checker(template.capture, template.regions, dims)
+    per_microbatch = callable(split.loss)
+    first: list[GraphPass] = [
+        Split(split.num_microbatches, dims, weight_per_microbatch=per_microbatch)
+    ]
+    run_passes(dag, first, check_values=check)
+    placements = [
+        Placement(filter=p.filter, devices=tuple(p.devices), label=f"{p!r} at {p.where}")
+        for p in strategy.of(PlaceDirective)
+    ]
+    rest: list[GraphPass] = [
+        SplitBackward(named_halves(orders, dag) if dag.training else set()),
+        Place(placements, world_size, shared=lambda node: False),
+        Tie(),
+        Transfer(outputs_everywhere=outputs_everywhere),
+        Order(orders),
+    ]
+    run_passes(dag, rest, check_values=check)
+    programs = lower_all(dag, world_size)
+    verify(programs)
+    return Plan(
+        strategy=strategy,
+        world_size=world_size,
+        programs=programs,
+        dag=dag,
+        args=template.capture.args,
+        capture=template.capture,
+        dims=dims,
+        untagged=template.regions.untagged,
+        halves={
+            str(region): (p.input_grad is not None, p.weight_grad is not None)
+            for region, p in template.partitions.items()
+        },
+    )
+
+
+def lower_all(dag: Dag, world_size: int) -> tuple[RankProgram, ...]:
+    """Schedule and lower a distributed DAG to every rank's program."""
+    drafts = lower(dag, schedule(dag))
+    number_messages(drafts)
+    for draft in drafts:
+        post_receives(draft)
+    drain_sends(drafts)
+    programs = []
+    for draft in drafts:
+        program = free_dead(finish(dag, draft, world_size))
+        programs.append(replace(program, peak_bytes=peak_bytes(program, dag.chunks)))
+    return tuple(programs)
+
+
+def data_dims(args: Sequence[Arg], split: SplitDirective) -> dict[int, int]:
+    """Batch dim of each sliced argument; see `passes.split.batch_dims`."""
+    return batch_dims(
+        tuple(args), split.num_microbatches, split.inputs, getattr(split, "where", "")
+    )

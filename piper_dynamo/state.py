@@ -1,0 +1,255 @@
+"""Parameters on a rank: held whole, or absent at no cost; and the hand-over of gradients to autograd.
+
+Terms: a parameter is *held* by the ranks whose regions use it; elsewhere it is *absent*: it keeps its name, shape and
+dtype, costs four bytes, and raises when touched.
+
+State hangs on the Parameter objects themselves, so that training, evaluation and every shape of one model share it, and two
+models that share one compiled program do not.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
+from piper_dynamo.ir.spec import TensorSpec
+
+ANCHOR = "_piper_anchor"  # name of the empty parameter of a rank that holds none
+
+_METADATA = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_nested.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.stride,
+}
+
+
+class _Raises:
+    """Raises on everything but metadata; Dynamo may look."""
+
+    _piper_why: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling() or func in _METADATA:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        absent = next((a for a in _flat(args, kwargs) if isinstance(a, _Raises)), None)
+        raise PiperAbsentError(getattr(absent, "_piper_why", "this tensor is not on this rank"))
+
+
+class AbsentParameter(_Raises, nn.Parameter):
+    """A parameter that another rank holds."""
+
+
+class AbsentOutput(_Raises, Tensor):
+    """An output of the model that another rank owns."""
+
+
+def _flat(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
+    found: list[Any] = []
+    stack = [*args, *(kwargs or {}).values()]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list | tuple):
+            stack += item
+        else:
+            found.append(item)
+    return found
+
+
+@dataclass(slots=True, kw_only=True, weakref_slot=True)
+class Record:
+    """What is known of one parameter on this rank.
+
+    Attributes:
+        name: The user's name.
+        spec: Shape, dtype and layout before it was released.
+        holders: The ranks that hold it; the lowest counts it in norms.
+        held: Whether this rank is one.
+        owner: The state it belongs to.
+    """
+
+    name: str
+    spec: TensorSpec
+    holders: tuple[int, ...]
+    held: bool
+    owner: "StepState"
+
+
+_records: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
+
+
+def record_of(tensor: Tensor) -> Record | None:
+    """The record of a parameter that has been placed, else None."""
+    found = _records.get(id(tensor))
+    return found[1] if found is not None and found[0]() is tensor else None
+
+
+def spec_of_arg(tensor: Tensor) -> TensorSpec:
+    """The spec of an argument as it is where it is held: an absent parameter remembers its layout."""
+    record = record_of(tensor)
+    return record.spec if record is not None else TensorSpec.of(tensor)
+
+
+def absent_output(spec: TensorSpec, label: str, owners: Sequence[int]) -> Tensor:
+    """A stand-in for an output that other ranks own."""
+    value = torch.zeros((), dtype=spec.dtype).expand(spec.shape).as_subclass(AbsentOutput)
+    value._piper_why = format_error(
+        f"{label} is not on this rank",
+        {"owned by": f"rank {', '.join(map(str, owners))}"},
+        hint='use it there, or ask for it everywhere: options={"outputs": "everywhere"}',
+    )
+    return value
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepState:
+    """What one model's programs share on this rank.
+
+    Attributes:
+        rank: This rank.
+        world_size: Of how many.
+        data_rank: Which shard of the data this rank loads.
+        data_world: Of how many.
+        anchor: An empty parameter for ranks that hold none, so that the loss and the optimizer work there.
+        outstanding: Gradients not yet handed over, oldest first.
+        comm: The communicator.
+        last: The last plan that was run or prepared (for `explain`).
+        recorder: Takes the executor after a step whose timeline is wanted.
+    """
+
+    rank: int
+    world_size: int
+    comm: Any
+    data_rank: int = 0
+    data_world: int = 1
+    anchor: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.zeros(0)))
+    outstanding: deque["Gradients"] = field(default_factory=deque)
+    last: Any = None
+    recorder: Callable[[Any], None] | None = None
+
+    def adopt(self, param: Tensor, name: str, holders: tuple[int, ...]) -> Record:
+        """Record where a parameter is held, and release it if that is not here.
+
+        Raises:
+            PiperRuntimeError: A program needs it on a rank that has released it.
+        """
+        record = record_of(param)
+        held = self.rank in holders
+        if record is not None:
+            if held and not record.held:
+                raise PiperRuntimeError(
+                    format_error(
+                        f"parameter {name!r} is needed on rank {self.rank}, which released it",
+                        {"held by": record.holders},
+                        hint="place the regions that use it on the same ranks in every mode of the model",
+                    )
+                )
+            return record
+        record = Record(
+            name=name, spec=TensorSpec.of(param), holders=holders, held=held, owner=self
+        )
+        key = id(param)
+        _records[key] = (weakref.ref(param, lambda _: _records.pop(key, None)), record)
+        if not held:
+            _release(param, record)
+        return record
+
+
+def _release(param: Tensor, record: Record) -> None:
+    """Free the memory. The class changes, not the object: the module, its names and its ties stay as they are."""
+    why = format_error(
+        f"parameter {record.name!r} is not on this rank",
+        {"held by": f"rank {', '.join(map(str, record.holders))}", "this rank": record.owner.rank},
+        hint="use piper.parameters(step) or piper.named_parameters(step) for what this rank holds",
+    )
+    fill = float("nan") if param.dtype.is_floating_point or param.dtype.is_complex else 0
+    with torch.no_grad():
+        param.data = torch.full((), fill, dtype=param.dtype, device=param.device).expand(param.shape)
+    param.grad = None
+    param.__class__ = AbsentParameter
+    param._piper_why = why  # type: ignore[attr-defined]
+
+
+class Gradients:
+    """One step's gradients on their way to autograd; given away once."""
+
+    def __init__(self, grads: list[Tensor]) -> None:
+        self._grads: list[Tensor] | None = grads
+        self._gone = ""
+
+    def take(self) -> list[Tensor]:
+        """The gradients, which are forgotten here.
+
+        Raises:
+            PiperRuntimeError: They were handed over before, or dropped for a later step's.
+        """
+        if self._grads is None:
+            raise PiperRuntimeError(self._gone)
+        grads, self._grads = self._grads, None
+        self._gone = (
+            "backward was called twice on one loss of a compiled step; its gradients were handed over "
+            "the first time: call the step again"
+        )
+        return grads
+
+    def drop(self) -> None:
+        """Free the gradients of a loss that nobody called backward on."""
+        if self._grads is not None:
+            self._grads = None
+            self._gone = (
+                "the gradients of this loss were dropped: two later steps ran before its backward; "
+                "call backward on each loss before the second next step"
+            )
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Gradients, *params: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
+        grads = ctx.gradients.take()
+        if incoming.device.type != "cpu" or incoming.item() != 1.0:
+            torch._foreach_mul_(grads, incoming)
+        wanted = ctx.needs_input_grad[2:]
+        return (None, None, *(g if w else None for g, w in zip(grads, wanted, strict=True)))
+
+
+def attach(state: StepState, loss: Tensor, params: list[Tensor], grads: list[Tensor]) -> Tensor:
+    """The loss, differentiable: its backward gives `grads`, times what comes in, to `params`."""
+    if not params:
+        params, grads = [state.anchor], [torch.zeros_like(state.anchor)]
+    gradients = Gradients(grads)
+    state.outstanding.append(gradients)
+    if len(state.outstanding) > 2:
+        state.outstanding.popleft().drop()
+    with torch.enable_grad():
+        result = _HandOver.apply(loss, gradients, *params)
+    assert isinstance(result, Tensor)
+    return result

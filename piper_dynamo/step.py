@@ -1,0 +1,433 @@
+"""A compiled step: what `torch.compile(model, backend="piper")` calls, and the functions that look at it.
+
+Programs are keyed by the concrete sizes of all inputs. State hangs on the Parameters given at the call (see `state.py`).
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.errors import (
+    PiperCaptureError,
+    PiperRuntimeError,
+    PiperTimeoutError,
+    format_error,
+)
+from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.lowering.chunks import compile_chunks
+from piper_dynamo.lowering.emit import emit
+from piper_dynamo.options import Options
+from piper_dynamo.plan import Plan, data_dims, make_plan, split_of, template_of
+from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResults
+from piper_dynamo.runtime.launch import communicator
+from piper_dynamo.state import (
+    StepState,
+    absent_output,
+    attach,
+    record_of,
+    spec_of_arg,
+)
+from piper_dynamo.strategy import Strategy
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """A call made to plan or prepare rather than to train.
+
+    Attributes:
+        world_size: Plan for this many ranks, touching no state; None prepares for the real ones.
+        loss: Index among the graph's outputs of the one that the user named as the loss, once known.
+        probe: Only look at the structure of the output.
+        steps: The compiled steps that the call reached.
+        plans: Their plans.
+    """
+
+    world_size: int | None
+    loss: int | None = None
+    probe: bool = False
+    steps: list["CompiledStep"]
+    plans: list[Plan]
+
+
+_sessions = threading.local()
+
+
+@contextmanager
+def session(world_size: int | None) -> Iterator[Session]:
+    """Calls of compiled steps inside plan or prepare, and return stand-ins for their outputs."""
+    found = Session(world_size=world_size, steps=[], plans=[])
+    _sessions.now = found
+    try:
+        yield found
+    finally:
+        _sessions.now = None
+
+
+def _session() -> Session | None:
+    found: Session | None = getattr(_sessions, "now", None)
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """A program for one set of sizes, on this rank."""
+
+    plan: Plan
+    executor: Executor
+    is_random: bool
+    compared: bool = False
+
+
+class CompiledStep:
+    """The callable that Dynamo's code runs with the graph's arguments."""
+
+    def __init__(
+        self, gm: fx.GraphModule, args: tuple[Arg, ...], options: Options, *, training: bool
+    ) -> None:
+        self._gm = gm
+        self._args = args
+        self._options = options
+        self._training = training
+        self._key = graph_key(gm, args)
+        self._entries: dict[tuple[Any, ...], Entry] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._loss: int | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy it runs."""
+        assert self._options.strategy is not None
+        return self._options.strategy
+
+    def __call__(self, *values: Any) -> Any:
+        """Run the program for these sizes; in a session, only plan or prepare it."""
+        now = _session()
+        if now is not None:
+            return self._visit(now, values)
+        comm = communicator(self._options.timeout_s)
+        entry = self._entry(values, comm)
+        state = self._state(values, entry.plan, comm)
+        self._agree(entry, comm)
+        return self._run(entry, state, values)
+
+    # --- plans and programs -------------------------------------------------------------------------------------------
+
+    def _sizes(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        key: list[Any] = []
+        for arg, value in zip(self._args, values, strict=True):
+            if arg.kind is ArgKind.DATA:
+                key.append(tuple(value.shape))
+            elif arg.kind is ArgKind.NUMBER and arg.size_of is None:
+                key.append(value)
+        return (*key, self._loss)
+
+    def _plan(self, values: Sequence[Any], world_size: int) -> Plan:
+        key = (*self._sizes(values), world_size)
+        if key not in self._plans:
+            args = tuple(
+                replace(arg, spec=spec_of_arg(value)) if arg.spec is not None else arg
+                for arg, value in zip(self._args, values, strict=True)
+            )
+            strategy = self.strategy
+            split = split_of(strategy)
+            dims = data_dims(args, split)
+            numbers = {
+                arg.position: value
+                for arg, value in zip(args, values, strict=True)
+                if arg.kind is ArgKind.NUMBER
+            }
+            template = template_of(
+                self._key,
+                self._gm,
+                args,
+                numbers,
+                dims,
+                split.num_microbatches,
+                loss=self._loss_index(),
+                training=self._training,
+            )
+            self._plans[key] = make_plan(
+                template,
+                strategy,
+                world_size,
+                dims,
+                outputs_everywhere=self._options.outputs == "everywhere",
+            )
+        return self._plans[key]
+
+    def _loss_index(self) -> int | None:
+        strategy = self.strategy
+        if strategy.loss is None or self._loss is not None:
+            return self._loss
+        if isinstance(strategy.loss, int):
+            return strategy.loss
+        raise PiperCaptureError(
+            format_error(
+                f"the loss is named by the path {strategy.loss!r}, which a plain first call cannot resolve",
+                hint="call piper.prepare(step, *example_inputs) first, or use piper.compile",
+            )
+        )
+
+    def _entry(self, values: Sequence[Any], comm: Communicator) -> Entry:
+        key = (*self._sizes(values), comm.world_size, comm.rank)
+        if key not in self._entries:
+            plan = self._plan(values, comm.world_size)
+            program = plan.programs[comm.rank]
+            wanted = {name: plan.chunks[name] for name, _ in program.chunks}
+            functions = compile_chunks(wanted, self._options.compile or "aten")
+            chunks = {
+                name: BoundChunk(
+                    fn=functions[name],
+                    num_results=chunk.num_results,
+                    gives_bundle=len(chunk.outputs) > chunk.num_results,
+                )
+                for name, chunk in wanted.items()
+            }
+
+            def code(timed: bool) -> Code:
+                module = emit(program, timed=timed)
+                return Code(
+                    source=module.source, instr_of_line=module.instr_of_line, specs=module.specs
+                )
+
+            self._entries[key] = Entry(
+                plan=plan,
+                executor=Executor(program, code, chunks, comm),
+                is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
+            )
+        return self._entries[key]
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def _state(self, values: Sequence[Any], plan: Plan, comm: Communicator) -> StepState:
+        params = [a for a in self._args if a.kind is ArgKind.PARAMETER]
+        records = [record_of(values[a.position]) for a in params]
+        state = next((r.owner for r in records if r is not None), None)
+        if state is None:
+            state = StepState(rank=comm.rank, world_size=comm.world_size, comm=comm)
+        if any(r is None for r in records):
+            holders = plan.holders()
+            for arg in params:
+                ranks = holders.get(arg.position, (0,))
+                state.adopt(values[arg.position], arg.name, ranks)
+        return state
+
+    def _agree(self, entry: Entry, comm: Communicator) -> None:
+        """Before a program's first run: every rank must be about to run the same one in this step.
+
+        Each rank leaves the fingerprint of every step it starts; only a rank with a new program reads the others', so steps
+        that all ranks know cost one unanswered message.
+        """
+        number = getattr(comm, "steps", 0)
+        comm.steps = number + 1  # type: ignore[attr-defined]
+        if comm.world_size == 1:
+            return
+        about = f"{entry.plan.fingerprint()} {describe(entry.plan)}"
+        comm.publish(f"step/{number}/{comm.rank}", about)
+        if entry.compared:
+            return
+        mine = entry.plan.fingerprint()
+        deadline = time.monotonic() + min(comm.timeout_s, 1e9)
+        differing, silent = [], []
+        for rank in range(comm.world_size):
+            text = comm.lookup(f"step/{number}/{rank}", deadline - time.monotonic())
+            if text is None:
+                silent.append(f"rank {rank} did not start this step")
+            elif text.split(" ", 1)[0] != mine:
+                differing.append(f"rank {rank}: {text.split(' ', 1)[1]}")
+        if differing:
+            raise PiperRuntimeError(
+                format_error(
+                    "ranks would run different programs in one step",
+                    {
+                        f"rank {comm.rank}": describe(entry.plan),
+                        "others": "\n".join(differing),
+                    },
+                    hint="give every rank the same model, strategy, input shapes and grad mode",
+                )
+            )
+        if silent:
+            raise PiperTimeoutError(
+                format_error(
+                    f"not all ranks started the step within {comm.timeout_s:g} s",
+                    {"missing": "\n".join(silent)},
+                    hint="every rank must call the step; look for the first failed rank",
+                )
+            )
+        entry.compared = True
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def _run(self, entry: Entry, state: StepState, values: Sequence[Any]) -> list[Any]:
+        plan, program = entry.plan, entry.executor.program
+        recorder = state.recorder
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if entry.is_random else 0
+        results = entry.executor.run(
+            [values[p].detach() for _, p in program.state],
+            [values[p].detach() for _, p in program.data],
+            self._weights(plan, program.weights, values),
+            seed=seed,
+            first_microbatch=state.data_rank * plan.dag.num_microbatches,
+            timed=recorder is not None,
+        )
+        if recorder is not None:
+            recorder(entry.executor)
+        state.last = plan
+        with torch.no_grad():
+            for (_, new), (position, _) in zip(
+                zip(program.buffers, results.buffers, strict=True), program.buffers, strict=True
+            ):
+                values[position].copy_(new)
+        return self._outputs(plan, state, results, values)
+
+    def _weights(
+        self, plan: Plan, names: Sequence[str], values: Sequence[Any]
+    ) -> list[Tensor]:
+        split = split_of(plan.strategy)
+        count = plan.dag.num_microbatches
+        spec = plan.dag.outputs[plan.dag.loss].spec if plan.dag.loss is not None else None
+        if not names or spec is None:
+            return []
+        if split.loss == "mean":
+            numbers = [1.0 / count] * count
+        elif split.loss == "sum":
+            numbers = [1.0] * count
+        else:
+            numbers = self._own_weights(plan, split.loss, values, count)
+        index = {f"weight_{i}": i for i in range(count)} | {"weight": 0}
+        return [
+            torch.tensor(numbers[index[name]], dtype=spec.dtype, device=spec.device) for name in names
+        ]
+
+    def _own_weights(
+        self, plan: Plan, weigh: Callable[..., Any], values: Sequence[Any], count: int
+    ) -> list[float]:
+        """The user's weight of each microbatch, as shares of their sum."""
+        parts: dict[str, list[Any]] = {}
+        for arg in plan.args:
+            if arg.kind is ArgKind.DATA:
+                value = values[arg.position]
+                dim = plan.dims.get(arg.position)
+                parts[arg.name] = list(value.chunk(count, dim)) if dim is not None else [value] * count
+        wanted = compat.parameter_names(weigh)
+        unknown = [name for name in wanted if name not in parts]
+        if unknown:
+            raise PiperRuntimeError(
+                format_error(
+                    f"the loss weight function asks for {', '.join(unknown)}",
+                    {"arguments the model uses": ", ".join(parts)},
+                    hint="name its parameters like the model's tensor arguments",
+                )
+            )
+        weights = [float(weigh(**{n: parts[n][mb] for n in wanted})) for mb in range(count)]
+        total = sum(weights)
+        if total == 0:
+            return [0.0] * count
+        return [weight / total for weight in weights]
+
+    def _outputs(
+        self, plan: Plan, state: StepState, results: StepResults, values: Sequence[Any]
+    ) -> list[Any]:
+        program = plan.programs[state.rank]
+        owned = {
+            index: value
+            for (index, _), value in zip(program.outputs, results.outputs, strict=True)
+        }
+        found: list[Any] = []
+        for index, output in enumerate(plan.dag.outputs):
+            if index == plan.dag.loss:
+                found.append(self._loss_value(plan, state, results, values))
+            elif output.node is None:
+                found.append(output.value)
+            elif index in owned:
+                found.append(owned[index])
+            else:
+                owners = [p.rank for p in plan.programs if index in dict(p.outputs)]
+                assert output.spec is not None
+                found.append(absent_output(output.spec, f"output {index} of the model", owners))
+        return found
+
+    def _loss_value(
+        self, plan: Plan, state: StepState, results: StepResults, values: Sequence[Any]
+    ) -> Tensor:
+        assert results.loss is not None
+        if not plan.dag.training:
+            return results.loss
+        program = plan.programs[state.rank]
+        targets = [values[position] for position, _ in program.grads]
+        return attach(state, results.loss, targets, list(results.grads))
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def _visit(self, now: Session, values: Sequence[Any]) -> list[Any]:
+        """Plan or prepare, and give stand-ins whose place in the model's output tells which output is where."""
+        now.steps.append(self)
+        if now.loss is not None:
+            self._loss = now.loss
+        outputs = compat.output_nodes(self._gm)
+        if not now.probe:
+            if now.world_size is not None:
+                now.plans.append(self._plan(values, now.world_size))
+            else:
+                comm = communicator(self._options.timeout_s)
+                entry = self._entry(values, comm)
+                state = self._state(values, entry.plan, comm)
+                state.last = entry.plan
+                now.plans.append(entry.plan)
+        found: list[Any] = []
+        for index, node in enumerate(outputs):
+            if isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), Tensor):
+                found.append(torch.empty(0).as_subclass(StandIn))
+                found[-1].index = index
+            else:
+                found.append(None)
+        for value in values:
+            if isinstance(value, Tensor):
+                compat.unmark_dynamic(value)
+        return found
+
+
+class StandIn(Tensor):
+    """Stands for one output of a call that was only planned or prepared."""
+
+    index: int
+
+
+def describe(plan: Plan) -> str:
+    """What a difference between ranks' programs is likely to be: mode and input shapes."""
+    shapes = ", ".join(
+        f"{a.name} {tuple(a.spec.shape)}" for a in plan.args if a.kind is ArgKind.DATA and a.spec
+    )
+    mode = "training" if plan.dag.training else "forward only"
+    strategy = hashlib.sha256(repr(plan.strategy).encode()).hexdigest()[:8]
+    return f"{mode}, {plan.dag.num_microbatches} microbatches, strategy {strategy}, inputs {shapes}"
+
+
+def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:
+    """A text equal for equal graphs, or None where the graph holds tensors of its own."""
+    lines = [repr([(a.kind.value, a.name, a.requires_grad) for a in args])]
+    for name, module in [("", gm), *gm.named_modules()]:
+        if not isinstance(module, fx.GraphModule):
+            continue
+        lines.append(name)
+        entries: dict[tuple[str, int], int] = {}
+        for node in module.graph.nodes:
+            if node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), Tensor):
+                return None
+            custom = {}
+            for key, value in (node.meta.get("custom") or {}).items():
+                if key.endswith("#entry"):
+                    value = entries.setdefault((key, value), len(entries))
+                custom[key] = value
+            target = node.target if isinstance(node.target, str) else compat.target_name(node.target)
+            lines.append(f"{node.op} {node.name} {target} {node.args} {node.kwargs} {custom} {node.stack_trace}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

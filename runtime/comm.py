@@ -1,0 +1,140 @@
+"""What a rank program asks of communication, and how torch.distributed gives it.
+
+Sends are asynchronous and first-in first-out per channel; receives are posted in the order the peer sends. A message's tag
+is its position in the channel, so that the two ends must agree on which message it is.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.errors import PiperTimeoutError
+
+
+class Communicator(Protocol):
+    """One rank's way to the others. Handles are opaque; every wait ends within the deadline or raises."""
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def post(self, source: int, message: int, like: Any) -> Any:
+        """Start to receive message `message` of the channel from `source`, shaped like the spec `like`; a handle."""
+
+    def wait(self, handle: Any) -> Tensor:
+        """The value of a posted receive or started collective."""
+
+    def send(self, value: Tensor, target: int, message: int) -> None:
+        """Start to send; `value` must not change before its `drain`."""
+
+    def drain(self, target: int, message: int) -> None:
+        """Wait until a sent value has left."""
+
+    def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
+        """Start `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all` over `group`; a handle."""
+
+    def reduce_now(self, value: Tensor) -> Tensor:
+        """The sum of `value` over all ranks; blocks."""
+
+    def publish(self, key: str, text: str) -> None:
+        """Leave a short text that any rank can read."""
+
+    def lookup(self, key: str, timeout_s: float) -> str | None:
+        """A published text; None if it is not there within the time."""
+
+    def abandon(self) -> None:
+        """Forget what a failed step left in flight."""
+
+
+class TorchCommunicator:
+    """torch.distributed's default process group (gloo on CPU)."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.timeout_s = timeout_s
+        self.group = dist.group.WORLD
+        self._store = compat.default_store()
+        self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def post(self, source: int, message: int, like: Any) -> Any:
+        """See `Communicator`."""
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return dist.irecv(buffer, source, tag=message), buffer
+
+    def wait(self, handle: Any) -> Tensor:
+        """See `Communicator`."""
+        work, value = handle
+        self._finish(work)
+        return value  # type: ignore[no-any-return]
+
+    def _finish(self, work: Any) -> None:
+        try:
+            work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            if "imed out" in str(error) or "timeout" in str(error).lower():
+                raise PiperTimeoutError(f"nothing came within {self.timeout_s:g} s") from error
+            raise
+
+    def send(self, value: Tensor, target: int, message: int) -> None:
+        """See `Communicator`."""
+        # The Work must be kept: dropping it loses the message.
+        work = dist.isend(value, target, tag=message)
+        self._sending[target, message] = work, value
+
+    def drain(self, target: int, message: int) -> None:
+        """See `Communicator`."""
+        work, _ = self._sending.pop((target, message))
+        self._finish(work)
+
+    def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
+        """See `Communicator`."""
+        members = self._group(tuple(group))
+        result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if name == "all_reduce":
+            result.copy_(value)
+            work = dist.all_reduce(result, group=members, async_op=True)
+        elif name == "all_gather":
+            work = dist.all_gather_into_tensor(result, value, group=members, async_op=True)
+        elif name == "reduce_scatter":
+            work = dist.reduce_scatter_tensor(result, value, group=members, async_op=True)
+        else:
+            work = dist.all_to_all_single(result, value, group=members, async_op=True)
+        return work, result
+
+    def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Create communicators; every rank must call this with the same groups in the same order."""
+        for group in groups:
+            if group not in self._groups:
+                self._groups[group] = dist.new_group(list(group))
+
+    def _group(self, group: tuple[int, ...]) -> Any:
+        return self._groups[group]
+
+    def reduce_now(self, value: Tensor) -> Tensor:
+        """See `Communicator`."""
+        result = value.clone()
+        self._finish(dist.all_reduce(result, async_op=True))
+        return result
+
+    def publish(self, key: str, text: str) -> None:
+        """See `Communicator`."""
+        self._store.set(f"piper/{key}", text)
+
+    def lookup(self, key: str, timeout_s: float) -> str | None:
+        """See `Communicator`."""
+        try:
+            self._store.wait([f"piper/{key}"], timedelta(seconds=max(timeout_s, 0.01)))
+        except (dist.DistStoreError, RuntimeError):
+            return None
+        return bytes(self._store.get(f"piper/{key}")).decode()
+
+    def abandon(self) -> None:
+        """See `Communicator`."""
+        self._sending.clear()

@@ -1,0 +1,269 @@
+"""Runs one rank's emitted program.
+
+The program is an ordinary Python module with a function `step(rt, state, data, weights)`; `rt` is the `Runtime` below. A
+failure is told as the instruction it happened in, with the user's own source line.
+"""
+
+import linecache
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper_dynamo.errors import (
+    PiperError,
+    PiperRuntimeError,
+    PiperTimeoutError,
+    format_error,
+)
+from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.runtime.comm import Communicator
+
+ChunkFn = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """An emitted module and what its lines are."""
+
+    source: str
+    instr_of_line: Mapping[int, int]
+    specs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundChunk:
+    """A compiled chunk and the form of its outputs."""
+
+    fn: ChunkFn
+    num_results: int
+    gives_bundle: bool
+
+
+def call_chunk(chunk: BoundChunk) -> Callable[..., Sequence[Any]]:
+    """A chunk as programs call it: `[results..., bundle] = chunk([primals], bundle, [tangents])`.
+
+    The lists are emptied, so a value that the program does not hold either dies at its last use inside the chunk.
+    """
+    fn, count = chunk.fn, chunk.num_results
+
+    def with_bundle(
+        primals: list[Any], bundle: list[Any] | None = None, tangents: Sequence[Any] = ()
+    ) -> Sequence[Any]:
+        if bundle is not None:
+            primals += bundle
+            bundle.clear()
+        primals += tangents
+        outputs = fn(primals)
+        return [*outputs[:count], list(outputs[count:])]
+
+    def without_bundle(
+        primals: list[Any], bundle: list[Any] | None = None, tangents: Sequence[Any] = ()
+    ) -> Sequence[Any]:
+        if bundle is not None:
+            primals += bundle
+            bundle.clear()
+        primals += tangents
+        return fn(primals)
+
+    return with_bundle if chunk.gives_bundle else without_bundle
+
+
+class Runtime:
+    """What emitted programs call. One per executor; nothing is kept from step to step."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.step_seed = 0
+        self.first_microbatch = 0
+        self.marks: list[tuple[int, float]] = []
+        self.post = comm.post
+        self.wait = comm.wait
+        self.send = comm.send
+        self.drain = comm.drain
+
+    def slice(self, batch: Tensor, dim: int, part: int, parts: int) -> Tensor:
+        """One microbatch of an input, contiguous."""
+        size = batch.shape[dim] // parts
+        return batch.narrow(dim, part * size, size).contiguous()
+
+    def accumulate(self, total: Tensor, part: Tensor) -> Tensor:
+        """Add into a sum that this program owns."""
+        return total.add_(part)
+
+    def add(self, *parts: Tensor) -> Tensor:
+        """A new sum, in the order given."""
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total.add_(part)
+        return total
+
+    def loss(self, *pairs: Tensor) -> Tensor:
+        """The weighted sum of microbatch losses, given as loss, weight, loss, weight, ..."""
+        total = pairs[0] * pairs[1]
+        for loss, weight in zip(pairs[2::2], pairs[3::2], strict=True):
+            total = total + loss * weight
+        return total
+
+    def concat(self, parts: Sequence[Tensor], dim: int | None) -> Tensor:
+        """An output over all microbatches."""
+        return torch.stack(list(parts)) if dim is None else torch.cat(list(parts), dim)
+
+    def seed(self, microbatch: int, region: int) -> None:
+        """Fix the random numbers of a chunk by step, global microbatch and region, whatever the schedule and layout."""
+        number = self.step_seed
+        for part in (self.first_microbatch + microbatch, region):
+            number = (number ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**63 - 1)
+            number ^= number >> 31
+        torch.default_generator.manual_seed(number)
+
+    def all_reduce(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
+        """Start a sum over the group."""
+        return self._comm.start_collective("all_reduce", value, group, like)
+
+    def all_gather(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
+        """Start to join the group's shards."""
+        return self._comm.start_collective("all_gather", value, group, like)
+
+    def reduce_scatter(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
+        """Start to sum over the group and keep this rank's slice."""
+        return self._comm.start_collective("reduce_scatter", value, group, like)
+
+    def all_to_all(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
+        """Start to exchange equal slices."""
+        return self._comm.start_collective("all_to_all", value, group, like)
+
+    def mark(self, index: int) -> None:
+        """Instruction `index` has been issued (and, if it waits, has finished)."""
+        self.marks.append((index, time.perf_counter()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResults:
+    """What a program returns: the loss, then values in the order of the program's lists."""
+
+    loss: Tensor | None
+    outputs: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+
+
+class Executor:
+    """One rank's program, ready to run."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        emit: Callable[[bool], Code],
+        chunks: Mapping[str, BoundChunk],
+        comm: Communicator,
+    ) -> None:
+        self.program = program
+        self.comm = comm
+        self._emit = emit
+        self._runtime = Runtime(comm)
+        self._chunks = {name: call_chunk(chunk) for name, chunk in chunks.items()}
+        self._plain = self._load(timed=False)
+        self._timed: Callable[..., Any] | None = None
+        self._random = any(i.seed is not None for i in program.instrs)
+
+    def _load(self, *, timed: bool) -> Callable[..., Any]:
+        code = self._emit(timed)
+        kind = "timed" if timed else "step"
+        name = f"<piper {kind} {id(self):x} rank {self.program.rank}>"
+        # Registered, so that tracebacks and debuggers show the emitted lines.
+        linecache.cache[name] = (len(code.source), None, code.source.splitlines(True), name)
+        namespace: dict[str, Any] = {**self._chunks, **code.specs}
+        exec(compile(code.source, name, "exec"), namespace)
+        step = namespace["step"]
+
+        def run(*args: Any) -> Any:
+            try:
+                return step(*args)
+            except BaseException as error:
+                index = _failed_instr(error.__traceback__, name, code.instr_of_line)
+                self.comm.abandon()
+                if index is None or not isinstance(error, Exception):
+                    raise
+                raise self._explain(error, self.program.instrs[index]) from error
+
+        return run
+
+    def _explain(self, error: Exception, instr: Instr) -> PiperError:
+        timed_out = isinstance(error, PiperTimeoutError)
+        rank = self.program.rank
+        task = instr.task or instr.op
+        details = {"where": instr.where or "no source line", "instruction": f"{instr.op} {task}"}
+        if timed_out and instr.peer >= 0:
+            verb = "to take" if instr.op is Op.DRAIN else "for"
+            title = f"rank {rank} waits {verb} {task} from rank {instr.peer} since {self.comm.timeout_s:g} s"
+            if instr.op is Op.DRAIN:
+                title = f"rank {rank} waits for rank {instr.peer} to take {task} since {self.comm.timeout_s:g} s"
+            return PiperTimeoutError(
+                format_error(
+                    title,
+                    {**details, "why": error},
+                    hint="look for the first failed rank in the logs; raise timeout_s if a step takes that long",
+                )
+            )
+        cause = f"{type(error).__name__}: {error}"
+        return PiperRuntimeError(
+            format_error(f"rank {rank} failed in {task}", {**details, "why": cause})
+        )
+
+    def run(
+        self,
+        state: Sequence[Tensor],
+        data: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        *,
+        seed: int = 0,
+        first_microbatch: int = 0,
+        timed: bool = False,
+    ) -> StepResults:
+        """Run one step.
+
+        Args:
+            state: Parameters and buffers, in the program's order.
+            data: Data arguments, whole batches, in the program's order.
+            weights: Loss weights, 0-dim, in the program's order.
+            seed: The step's seed.
+            first_microbatch: The global index of this replica's first microbatch.
+            timed: Record when each instruction ended; see `marks`.
+        """
+        runtime = self._runtime
+        runtime.step_seed, runtime.first_microbatch = seed, first_microbatch
+        runtime.marks.clear()
+        step = self._plain
+        if timed:
+            self._timed = self._timed or self._load(timed=True)
+            step = self._timed
+            runtime.mark(-1)
+        before = torch.get_rng_state() if self._random else None
+        try:
+            with torch.no_grad():
+                loss, outputs, grads, buffers = step(runtime, state, data, weights)
+        finally:
+            if before is not None:
+                torch.set_rng_state(before)
+        return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
+
+    @property
+    def marks(self) -> Sequence[tuple[int, float]]:
+        """(instruction, end time in seconds of `time.perf_counter`) of the last timed step; (-1, start) first."""
+        return tuple(self._runtime.marks)
+
+
+def _failed_instr(
+    trace: TracebackType | None, name: str, instr_of_line: Mapping[int, int]
+) -> int | None:
+    found = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == name:
+            found = instr_of_line.get(trace.tb_lineno)
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,223 @@
+"""Starting ranks, and finding out which rank this is.
+
+Engines: "local" starts processes on this machine over loopback; "torchrun" joins the processes that torchrun has started;
+"inprocess" runs all ranks as cooperative threads of this process.
+"""
+
+import os
+import pickle
+import queue
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
+from piper_dynamo.runtime import local
+from piper_dynamo.runtime.comm import Communicator, TorchCommunicator
+
+ENGINES = ("local", "torchrun", "inprocess")
+GRACE_S = 5.0  # how long other ranks may take to end after the first failure
+
+_torch_comm: TorchCommunicator | None = None
+
+
+def communicator(timeout_s: float) -> Communicator:
+    """This rank's communicator: the in-process job's, torch.distributed's, or that of a world of one."""
+    global _torch_comm
+    comm: Communicator | None = local.current()
+    if comm is not None:
+        return comm
+    if dist.is_available() and dist.is_initialized():
+        if _torch_comm is None or _torch_comm.group is not dist.group.WORLD:
+            _torch_comm = TorchCommunicator(timeout_s)
+        _torch_comm.timeout_s = timeout_s
+        return _torch_comm
+    alone = local.LocalCommunicator(local.LocalWorld(1), 0)
+    local.set_current(alone)
+    return alone
+
+
+def rank() -> int:
+    """This process's (or in-process thread's) rank; 0 outside a job."""
+    comm = local.current()
+    if comm is not None:
+        return comm.rank
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks the job has; 1 outside a job."""
+    comm = local.current()
+    if comm is not None:
+        return comm.world_size
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def launch(
+    fn: Callable[[], Any], ranks: int, *, engine: str = "local", timeout_s: float = 300.0
+) -> list[Any]:
+    """Call `fn()` once per rank with the process group ready.
+
+    Args:
+        fn: A function without arguments; for "local" it must be importable (defined at the top of a module).
+        ranks: How many ranks.
+        engine: "local", "torchrun" or "inprocess".
+        timeout_s: Seconds that a rank may wait for another before it fails.
+
+    Returns:
+        What each rank's call returned, in rank order; under "torchrun" this rank's alone.
+
+    Raises:
+        PiperRuntimeError: A rank failed; carries the first failure's own text.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise PiperError(f"launch(ranks={ranks!r}): give a number of ranks >= 1")
+    if engine == "inprocess":
+        return local.LocalWorld(ranks).run(fn)
+    if engine == "torchrun":
+        return [_join(fn, ranks, timeout_s)]
+    if engine == "local":
+        return _spawn(fn, ranks, timeout_s)
+    raise PiperError(f"launch(engine={engine!r}): choose one of {', '.join(ENGINES)}")
+
+
+def _join(fn: Callable[[], Any], ranks: int, timeout_s: float) -> Any:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise PiperError(
+            f'launch(engine="torchrun") runs inside processes that torchrun started: torchrun --nproc-per-node {ranks} script.py'
+        )
+    if int(os.environ["WORLD_SIZE"]) != ranks:
+        raise PiperError(
+            f"launch(ranks={ranks}) was started by torchrun with {os.environ['WORLD_SIZE']} processes; make them equal"
+        )
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        return fn()
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _spawn(fn: Callable[[], Any], ranks: int, timeout_s: float) -> list[Any]:
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PiperError(
+            f"launch cannot send {fn!r} to other processes ({error}); define it at the top of a module"
+        ) from error
+    context = mp.get_context("spawn")
+    results: Any = context.Queue()
+    port = _free_port()
+    processes = [
+        context.Process(
+            target=_body, args=(fn, r, ranks, port, timeout_s, results), name=f"rank {r}", daemon=False
+        )
+        for r in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return _collect(processes, results, ranks)
+    finally:
+        _stop(processes)
+
+
+def _body(
+    fn: Callable[[], Any], rank_: int, ranks: int, port: int, timeout_s: float, results: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank_),
+        LOCAL_RANK=str(rank_),
+        WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Ranks share the cores: one compute thread each unless the user says otherwise.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        dist.init_process_group(
+            "gloo", rank=rank_, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+        )
+        value = fn()
+        results.put((rank_, time.time(), None, pickle.dumps(value)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        text = str(error) if isinstance(error, PiperError) else traceback.format_exc()
+        results.put((rank_, time.time(), text, None))
+        results.close()
+        results.join_thread()
+        sys.stderr.flush()
+        os._exit(1)  # peers may be waiting in gloo; a normal exit would wait for them
+
+
+def _collect(processes: list[Any], results: Any, ranks: int) -> list[Any]:
+    found: dict[int, Any] = {}
+    failures: dict[int, tuple[float, str]] = {}
+    first_failure = 0.0
+    while len(found) + len(failures) < ranks:
+        try:
+            rank_, when, text, value = results.get(timeout=0.2)
+            if text is None:
+                found[rank_] = pickle.loads(value)
+            else:
+                failures[rank_] = (when, text)
+        except queue.Empty:
+            for r, process in enumerate(processes):
+                if process.exitcode not in (None, 0) and r not in failures and r not in found:
+                    failures[r] = (time.time(), f"the process ended with exit code {process.exitcode}")
+        if failures:
+            first_failure = first_failure or time.monotonic()
+            if time.monotonic() - first_failure > GRACE_S:
+                break
+    if failures:
+        first = _root_cause(failures)
+        others = sorted(set(failures) - {first})
+        raise PiperRuntimeError(
+            format_error(
+                f"rank {first} failed",
+                {
+                    "also failed": ", ".join(f"rank {r}" for r in others) or "no other rank",
+                    "why": failures[first][1],
+                },
+            )
+        )
+    for process in processes:
+        process.join(GRACE_S)
+    return [found[r] for r in range(ranks)]
+
+
+def _root_cause(failures: dict[int, tuple[float, str]]) -> int:
+    """The first failure that is not only the echo of another rank's end."""
+    echoes = ("Connection closed by peer", "Connection reset", "waits for", "did not start this step")
+    ordered = sorted(failures, key=lambda r: failures[r][0])
+    causes = [r for r in ordered if not any(e in failures[r][1] for e in echoes)]
+    return (causes or ordered)[0]
+
+
+def _stop(processes: list[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,241 @@
+"""The in-process communicator: all ranks of a job as threads of one process, of which exactly one runs at a time.
+
+A rank runs until it waits for something that is not there; then the next rank that can go on is given the turn, in rank
+order. So runs are deterministic, a debugger sees all ranks, and a deadlock shows at once: nobody can go on.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
+
+
+class PeerFailedError(PiperRuntimeError):
+    """Another rank of the process failed first."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Whose turn it is, and what the others wait for."""
+
+    ready: Callable[[], bool] | None = None
+    what: str = ""
+    finished: bool = False
+    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+
+class LocalWorld:
+    """The shared state of an in-process job."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.channels: dict[tuple[int, int, int], deque[Tensor]] = {}
+        self.taken: dict[tuple[int, int, int], int] = {}
+        self.sent: dict[tuple[int, int, int], int] = {}
+        self.meetings: dict[tuple[Any, ...], dict[int, Tensor]] = {}
+        self.left: dict[tuple[Any, ...], int] = {}
+        self.store: dict[str, str] = {}
+        self.failure: tuple[int, BaseException] | None = None
+        self.messages = 0
+        self._turns = [_Turn() for _ in range(world_size)]
+
+    def run(self, fn: Callable[[], Any]) -> list[Any]:
+        """Call `fn` as every rank; the results in rank order.
+
+        Raises:
+            BaseException: What the first failing rank raised.
+        """
+        results: list[Any] = [None] * self.world_size
+
+        def body(rank: int) -> None:
+            self._turns[rank].go.acquire()
+            set_current(LocalCommunicator(self, rank))
+            try:
+                if self.failure is None:
+                    results[rank] = fn()
+            except BaseException as error:  # handed to the caller below
+                if self.failure is None:
+                    self.failure = (rank, error)
+            finally:
+                set_current(None)
+                self._turns[rank].finished = True
+                self._pass_on(rank)
+
+        threads = [
+            threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(self.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        self._turns[0].go.release()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure[1]
+        return results
+
+    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Give the turn away until `ready()`; raises where it can never be."""
+        if ready():
+            return
+        turn = self._turns[rank]
+        turn.ready, turn.what = ready, what
+        self._pass_on(rank)
+        turn.go.acquire()
+        turn.ready = None
+        if self.failure is not None:
+            raise PeerFailedError(f"rank {self.failure[0]} failed: {self.failure[1]}")
+        if not ready():
+            raise PiperTimeoutError(f"deadlock: {self._waiting(rank)}")
+
+    def _pass_on(self, rank: int) -> None:
+        order = [(rank + 1 + i) % self.world_size for i in range(self.world_size)]
+        alive = [r for r in order if not self._turns[r].finished]
+        if not alive:
+            return
+        for other in alive:
+            ready = self._turns[other].ready
+            if ready is None or self.failure is not None or ready():
+                self._turns[other].go.release()
+                return
+        self._turns[alive[0]].go.release()  # nobody can go on: that rank finds out, and says so
+
+    def _waiting(self, rank: int) -> str:
+        lines = []
+        for other, turn in enumerate(self._turns):
+            if turn.finished:
+                lines.append(f"rank {other} has ended")
+            elif other == rank or turn.ready is not None:
+                lines.append(f"rank {other} waits for {turn.what}")
+        return "; ".join(lines)
+
+
+_local = threading.local()
+
+
+def set_current(comm: "LocalCommunicator | None") -> None:
+    """Make this thread a rank of an in-process job."""
+    _local.comm = comm
+
+
+def current() -> "LocalCommunicator | None":
+    """The communicator of the rank that this thread is, if it is one."""
+    comm: LocalCommunicator | None = getattr(_local, "comm", None)
+    return comm
+
+
+class LocalCommunicator:
+    """One rank of an in-process job; checks shape and dtype of every message."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.world_size = world.world_size
+        self.timeout_s = float("inf")
+        self._meeting: dict[tuple[int, ...], int] = {}
+
+    def post(self, source: int, message: int, like: Any) -> Any:
+        """See `Communicator`."""
+        return ("message", source, message, like)
+
+    def wait(self, handle: Any) -> Tensor:
+        """See `Communicator`."""
+        if handle[0] == "collective":
+            return self._finish_collective(handle)
+        _, source, message, like = handle
+        key = (source, self.rank, message)
+        queue = self.world.channels.setdefault(key, deque())
+        self.world.block(self.rank, lambda: bool(queue), f"message {message} from rank {source}")
+        value = queue.popleft()
+        self.world.taken[key] = self.world.taken.get(key, 0) + 1
+        if tuple(value.shape) != tuple(like.shape) or value.dtype != like.dtype:
+            raise PiperRuntimeError(
+                f"message {message} from rank {source} to rank {self.rank} is {value.dtype}{tuple(value.shape)}, "
+                f"expected {like.dtype}{tuple(like.shape)}"
+            )
+        return value
+
+    def send(self, value: Tensor, target: int, message: int) -> None:
+        """See `Communicator`."""
+        if not value.is_contiguous():
+            raise PiperRuntimeError(f"message {message} to rank {target} is not contiguous")
+        key = (self.rank, target, message)
+        self.world.channels.setdefault(key, deque()).append(value.detach().clone())
+        self.world.sent[key] = self.world.sent.get(key, 0) + 1
+        self.world.messages += 1
+
+    def drain(self, target: int, message: int) -> None:
+        """See `Communicator`."""
+        key, world = (self.rank, target, message), self.world
+        world.block(
+            self.rank,
+            lambda: world.taken.get(key, 0) >= world.sent[key],
+            f"rank {target} to take message {message}",
+        )
+
+    def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
+        """See `Communicator`."""
+        members = tuple(group)
+        number = self._meeting.get(members, 0)
+        self._meeting[members] = number + 1
+        key = (members, number)
+        self.world.meetings.setdefault(key, {})[self.rank] = value.detach().clone()
+        return ("collective", key, name, like)
+
+    def _finish_collective(self, handle: Any) -> Tensor:
+        _, key, name, like = handle
+        members, _ = key
+        parts = self.world.meetings[key]
+        self.world.block(
+            self.rank,
+            lambda: len(parts) == len(members),
+            f"{name} of ranks {members} (missing: {[m for m in members if m not in parts]})",
+        )
+        result = _collective(name, [parts[m] for m in members], members.index(self.rank))
+        self.world.left[key] = self.world.left.get(key, 0) + 1
+        if self.world.left[key] == len(members):
+            del self.world.meetings[key], self.world.left[key]
+        if tuple(result.shape) != tuple(like.shape):
+            raise PiperRuntimeError(f"{name}: got {tuple(result.shape)}, expected {tuple(like.shape)}")
+        return result
+
+    def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Nothing to create."""
+
+    def reduce_now(self, value: Tensor) -> Tensor:
+        """See `Communicator`."""
+        everyone = range(self.world_size)
+        return self.wait(self.start_collective("all_reduce", value, everyone, value))
+
+    def publish(self, key: str, text: str) -> None:
+        """See `Communicator`."""
+        self.world.store[key] = text
+
+    def lookup(self, key: str, timeout_s: float) -> str | None:
+        """See `Communicator`. In one process waiting is free: the others run until the text is there."""
+        if timeout_s > 0:
+            try:
+                self.world.block(self.rank, lambda: key in self.world.store, f"the text {key!r}")
+            except PiperTimeoutError:
+                return None
+        return self.world.store.get(key)
+
+    def abandon(self) -> None:
+        """See `Communicator`."""
+
+
+def _collective(name: str, parts: list[Tensor], place: int) -> Tensor:
+    if name == "all_gather":
+        return torch.cat(parts)
+    if name == "all_to_all":
+        return torch.cat([part.chunk(len(parts))[place] for part in parts])
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total.chunk(len(parts))[place].clone() if name == "reduce_scatter" else total
