@@ -1,6 +1,7 @@
 """Channels: when to post receives and when a send has surely left.
 
-Terms: *look-ahead* is how many messages of a channel are posted before they are needed; a send is *implied done* once a
+Terms: *look-ahead* is how many messages of a channel are posted before they are needed; a send
+    is *implied done* once a
 later message from the same peer, sent after that peer had waited for it, has arrived.
 
 Signature: drafts with sends and waits -> drafts with numbered messages, posts and drains.
@@ -39,7 +40,8 @@ def number_messages(drafts: list[Draft]) -> None:
 def post_receives(draft: Draft, look_ahead: int = LOOK_AHEAD) -> None:
     """Post each channel's receives in the order they are sent, `look_ahead` messages before they are waited for.
 
-    Posting all at the start would need a buffer per message; posting at the wait would make every message pay its latency.
+    Posting all at the start would need a buffer per message; posting at the wait would make every
+    message pay its latency.
     """
     waits: dict[int, dict[int, Instr]] = {}
     for instr in draft.instrs:

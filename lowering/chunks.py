@@ -1,8 +1,13 @@
-"""Chunks compiled: operator by operator ("aten").
+"""Chunks compiled: operator by operator ("aten"), or fused by inductor.
 
-A compiled chunk takes one list, which it empties, and returns its outputs in order. Equal chunks are compiled once.
+A compiled chunk takes one list, which it empties, and returns its outputs in order. Equal chunks
+are compiled once per process; inductor's results are kept on disk under `PIPER_CACHE_DIR` (or
+inductor's own folder) and shared by all processes.
 """
 
+import logging
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,26 +15,86 @@ import torch
 from torch import fx
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.spec import TensorSpec
 
+log = logging.getLogger("piper.chunks")
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
 
 _compiled: dict[tuple[str, str], ChunkFn] = {}
 
 
-def compile_chunks(chunks: Mapping[str, Chunk], mode: str) -> dict[str, ChunkFn]:
-    """A callable per chunk name; chunks with one key share it, over all models and steps of this process."""
-    for chunk in chunks.values():
-        if (mode, chunk.key) not in _compiled:
-            _compiled[mode, chunk.key] = _aten(chunk)
+def compile_chunks(
+    chunks: Mapping[str, Chunk], mode: str, progress: Callable[[int, int], None] | None = None
+) -> dict[str, ChunkFn]:
+    """A callable per chunk name; chunks with one key share it, over all models and steps of this process.
+
+    Args:
+        chunks: What to compile.
+        mode: "aten" or "inductor".
+        progress: Called with the number compiled and the number to compile.
+    """
+    missing = {c.key: c for c in chunks.values() if (mode, c.key) not in _compiled}
+    for count, (key, chunk) in enumerate(missing.items()):
+        if progress is not None:
+            progress(count, len(missing))
+        start = time.perf_counter()
+        _compiled[mode, key] = _inductor(chunk) if mode == "inductor" else _aten(chunk)
+        log.info("chunk %s compiled (%s) in %.2f s", key, mode, time.perf_counter() - start)
+    if progress is not None and missing:
+        progress(len(missing), len(missing))
     return {name: _compiled[mode, chunk.key] for name, chunk in chunks.items()}
+
+
+def _copy(chunk: Chunk) -> fx.Graph:
+    graph = fx.Graph()
+    output = graph.graph_copy(chunk.graph, {})
+    graph.output(output)
+    return graph
 
 
 def _aten(chunk: Chunk) -> ChunkFn:
     """Python code that calls the operators one after another and drops each value after its last use."""
-    graph = fx.Graph()
-    output = graph.graph_copy(chunk.graph, {})
-    graph.output(output)
+    graph = _copy(chunk)
     graph.set_codegen(compat.boxed_codegen())
     module = fx.GraphModule(torch.nn.Module(), graph)
     return module.forward  # type: ignore[no-any-return]
+
+
+def _inductor(chunk: Chunk) -> ChunkFn:
+    """Decomposed, fused and compiled; every output keeps the layout that the next chunk was traced with."""
+    folder = os.environ.get("PIPER_CACHE_DIR")
+    if folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
+    run = compat.compile_with_inductor(
+        fx.GraphModule(torch.nn.Module(), _copy(chunk)), chunk.inputs
+    )
+    expected = [
+        (spec.shape, spec.stride, spec.dtype) if spec is not None else None for spec in chunk.inputs
+    ]
+
+    def checked(args: list[Any]) -> Sequence[Any]:
+        # Compiled kernels do not check: an empty tensor in place of a full one would read wild
+        # memory.
+        for i, (arg, want) in enumerate(zip(args, expected, strict=True)):
+            if want is not None and (
+                arg.shape != want[0] or arg.dtype != want[2] or not _same_stride(arg, want)
+            ):
+                raise PiperRuntimeError(_mismatch(i, arg, chunk.inputs[i]))
+        return run(args)
+
+    return checked
+
+
+def _same_stride(arg: Any, want: tuple[Any, ...]) -> bool:
+    shape, stride, _ = want
+    return arg.stride() == stride or all(
+        have == need or size <= 1
+        for have, need, size in zip(arg.stride(), stride, shape, strict=True)
+    )
+
+
+def _mismatch(index: int, arg: Any, spec: TensorSpec | None) -> str:
+    have = TensorSpec.of(arg)
+    return f"input {index} of a compiled chunk is {have} with strides {have.stride}, compiled for {spec} with {spec and spec.stride}"

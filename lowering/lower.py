@@ -1,9 +1,12 @@
 """Lower: from the placed DAG and a task order to one instruction list per rank.
 
-Terms: *early* nodes (sends, accumulation, joins of local values) run as soon as their inputs exist; *late* nodes are those
-that need a value of another rank but are no compute task (the loss on other ranks, the sum of a tied gradient): they run last.
+Terms: *early* nodes (sends, accumulation, joins of local values) run as soon as their inputs
+    exist; *late* nodes are those
+that need a value of another rank but are no compute task (the loss on other ranks, the sum of a
+tied gradient): they run last.
 
-Signature: DAG + order -> rank programs without posts, drains and frees, which `channels.py` and `memory.py` add.
+Signature: DAG + order -> rank programs without posts, drains and frees, which `channels.py` and
+    `memory.py` add.
 """
 
 from dataclasses import dataclass, field
@@ -64,7 +67,9 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
     used = {reg for i in draft.instrs for reg in i.reads()}
     results = results_of(dag.graph)
     state, data, weights = [], [], []
-    wanted_buffers = {key for key, nodes in results["buffers"].items() if any(_mine(n, rank) for n in nodes)}
+    wanted_buffers = {
+        key for key, nodes in results["buffers"].items() if any(_mine(n, rank) for n in nodes)
+    }
     for node in dag.graph.find_nodes(op="placeholder"):
         position = node.meta.get("arg")
         if position is None:
@@ -87,7 +92,10 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
         weights=tuple(weights),
         loss=loss[0] if loss else "",
         outputs=tuple(
-            (i, n.name) for i, ns in enumerate(results["outputs"]) for n in ns or () if _mine(n, rank)
+            (i, n.name)
+            for i, ns in enumerate(results["outputs"])
+            for n in ns or ()
+            if _mine(n, rank)
         ),
         grads=tuple(
             (int(key), n.name)

@@ -1,6 +1,7 @@
 """Memory: when each register dies, and the peak that follows.
 
-Terms: a *block* is one allocation; views, bundles and registers share blocks and a block lives as long as any of them.
+Terms: a *block* is one allocation; views, bundles and registers share blocks and a block lives
+    as long as any of them.
 
 Signature: draft -> draft with frees; program -> its peak bytes.
 """
@@ -85,9 +86,7 @@ def bytes_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[i
             put(instr.outputs[0], [handles[instr.outputs[0]]])
         elif instr.op is Op.WAIT:
             put(instr.outputs[0], [handles[instr.inputs[0]]])
-        elif instr.op is Op.ACCUMULATE:
-            put(instr.outputs[0], list(held[instr.inputs[0]]))
-        elif instr.op is Op.SLICE and instr.nbytes == (0,):
+        elif instr.op is Op.ACCUMULATE or (instr.op is Op.SLICE and instr.nbytes == (0,)):
             put(instr.outputs[0], list(held[instr.inputs[0]]))
         else:
             for reg, nbytes in zip(instr.outputs, instr.nbytes, strict=True):

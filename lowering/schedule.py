@@ -1,8 +1,9 @@
 """Schedule: a total order of the compute tasks of every device group.
 
-What Orders leave open is filled by list scheduling: tasks start as their inputs arrive, backward before forward before
-weight gradient, early microbatches first. Where no order is given at all, a stage holds at most as many microbatches in
-flight as there are stages from it to the end, which is the memory of 1F1B.
+What Orders leave open is filled by list scheduling: tasks start as their inputs arrive, backward
+before forward before weight gradient, early microbatches first. Where no order is given at all, a
+stage holds at most as many microbatches in flight as there are stages from it to the end, which is
+the memory of 1F1B.
 
 Signature: placed DAG with orders -> per device group, its tasks in the order they run.
 """
@@ -52,7 +53,8 @@ def schedule(dag: Dag) -> dict[tuple[int, ...], list[Node]]:
             release(vertex, 0.0)
     now = 0.0
     while True:
-        # Finish everything that ends now before anyone chooses, so that the choice does not depend on event order.
+        # Finish everything that ends now before anyone chooses, so that the choice does not depend
+        # on event order.
         while events and events[0][0] <= now:
             _, vertex = heapq.heappop(events)
             for target in successors[vertex]:

@@ -1,7 +1,7 @@
 """Simulate: run the lowered programs event by event with given costs, without computing anything.
 
-A rank issues its instructions in order. A chunk takes its cost; a message arrives `comm` after its send; a wait lasts until
-then; everything else takes no time.
+A rank issues its instructions in order. A chunk takes its cost; a message arrives `comm` after its
+send; a wait lasts until then; everything else takes no time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,8 @@ class Costs:
         BI: Input gradient. An unsplit B costs what its non-empty halves cost.
         BW: Weight gradient.
         comm: A message, from its send to its arrival.
-        of: Instead of F, BI and BW: the cost of a task, as a function of its name and what of it is there.
+        of: Instead of F, BI and BW: the cost of a task, as a function of its name and what of
+            it is there.
     """
 
     F: float = 1.0
@@ -48,7 +49,9 @@ class Simulation:
     def busy(self, rank: int) -> float:
         """Time a rank computes."""
         return sum(
-            e.end_s - e.start_s for e in self.timeline.events if e.rank == rank and e.stream == "compute"
+            e.end_s - e.start_s
+            for e in self.timeline.events
+            if e.rank == rank and e.stream == "compute"
         )
 
     def peak_bytes(self, rank: int) -> int:

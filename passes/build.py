@@ -1,6 +1,7 @@
 """Build the one-microbatch DAG from the partitioned regions.
 
-Signature: regions' chunks -> DAG with one F and one B task per region, connected by the model's true dataflow.
+Signature: regions' chunks -> DAG with one F and one B task per region, connected by the model's
+    true dataflow.
 """
 
 from torch import fx
@@ -97,7 +98,9 @@ class _Builder:
                     waiting.append((which, region))
             if len(waiting) == len(left):
                 names = ", ".join(f"{which}.{region}" for which, region in waiting)
-                raise PiperCaptureError(f"the captured graph's regions wait for one another: {names}")
+                raise PiperCaptureError(
+                    f"the captured graph's regions wait for one another: {names}"
+                )
             left = waiting
 
     def _phase(self, which: Pass, region: RegionId) -> Phase | None:
@@ -124,18 +127,14 @@ class _Builder:
         )
         phase = self._phase(which, region)
         bundle = self.bundles.get(region) if which is Pass.B else None
-        node = add_phase(
-            self.dag, task, phase, self.graphs[region], self.values, bundle
-        )
+        node = add_phase(self.dag, task, phase, self.graphs[region], self.values, bundle)
         if which is Pass.B:
             node.meta["partition"] = self.partitions[region]
         if phase is None:
             return
         names = self.graphs[region].forward if which is Pass.F else self.graphs[region].backward
         for slot, result in enumerate(phase.results):
-            value = pick(
-                self.graph, node, slot, names[result], phase.chunk.outputs[slot]
-            )
+            value = pick(self.graph, node, slot, names[result], phase.chunk.outputs[slot])
             self.values.setdefault(names[result], value)
             self.partial[region, names[result]] = value
         if phase.gives_bundle:
@@ -145,9 +144,7 @@ class _Builder:
 
     def finish(self) -> Dag:
         capture = self.capture
-        outputs = [
-            self.values[o.node] if o.node is not None else None for o in capture.outputs
-        ]
+        outputs = [self.values[o.node] if o.node is not None else None for o in capture.outputs]
         grads = {
             position: [self.partial[region, node.name] for region, node in found.items()]
             for position, found in self.regions.partials.items()

@@ -30,7 +30,9 @@ def value_checker(
         for name, value in want.items():
             if not torch.allclose(have[name], value, rtol=1e-4, atol=1e-5, equal_nan=True):
                 gap = (have[name] - value).abs().max().item()
-                raise PiperPlanError(f"the DAG does not compute the captured {name}: largest difference {gap:.3g}")
+                raise PiperPlanError(
+                    f"the DAG does not compute the captured {name}: largest difference {gap:.3g}"
+                )
 
     return check
 
@@ -59,7 +61,9 @@ def _run_dag(dag: Dag, inputs: dict[int, Tensor], weight: float) -> dict[str, Te
     for node in dag.graph.find_nodes(op="placeholder"):
         position = node.meta.get("arg")
         spec = node.meta["spec"]
-        values.append(torch.tensor(weight, dtype=spec.dtype) if position is None else inputs[position])
+        values.append(
+            torch.tensor(weight, dtype=spec.dtype) if position is None else inputs[position]
+        )
     with torch.no_grad():
         results = dag.module()(*values)
     found = {"loss": results["loss"]}

@@ -1,10 +1,14 @@
 """Cutting: one joint graph per region.
 
-Terms: a *border value* is a value made in one region and used in another (an activation in the forward, a gradient in
-the backward); a *slot* is a border value's name as seen by a region; free nodes are copied into every region using them.
+Terms: a *border value* is a value made in one region and used in another (an activation in the
+    forward, a gradient in
+the backward); a *slot* is a border value's name as seen by a region; free nodes are copied into
+every region using them.
 
-Signature: joint graph + regions -> for each region a joint graph of its own, whose placeholders are `primals_*`
-(parameters, buffers, data, other regions' forward values) then `tangents_*` (other regions' backward values, the loss's tangent).
+Signature: joint graph + regions -> for each region a joint graph of its own, whose placeholders
+    are `primals_*`
+(parameters, buffers, data, other regions' forward values) then `tangents_*` (other regions'
+backward values, the loss's tangent).
 """
 
 from collections.abc import Callable
@@ -32,8 +36,10 @@ class RegionGraph:
         primals: Names of what the forward and backward may read, in placeholder order.
         tangents: Names of the gradients the backward reads, in placeholder order.
         forward: Names of the values the forward gives to others, in output order.
-        backward: Names of the gradients the backward gives to others or to a parameter, in output order.
-        needed_early: For each backward output, whether another region or the user waits for it (BI, not BW).
+        backward: Names of the gradients the backward gives to others or to a parameter, in
+            output order.
+        needed_early: For each backward output, whether another region or the user waits for it
+            (BI, not BW).
     """
 
     region: RegionId
@@ -48,7 +54,8 @@ class RegionGraph:
 def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
     """Cut the joint graph at every border between regions.
 
-    rewrite:   joint -> one joint per region; values that cross a border are made contiguous where they are made
+    rewrite:   joint -> one joint per region; values that cross a border are made contiguous
+        where they are made
     requires:  every node that is not free has a region
     keeps:     values; meta of every node
     """
@@ -205,9 +212,7 @@ def _own_gradients(
     for node, is_border in zip(outputs, shared, strict=True):
         base = root(node)
         value = node.meta["val"]
-        expanded = any(
-            s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)
-        )
+        expanded = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
         if is_border or (seen[base] == 1 and base.op != "placeholder" and not expanded):
             own.append(node)
             continue

@@ -1,6 +1,7 @@
 """Order: constraints on when tasks of one device group run.
 
-Terms: a *group* of an order is a set of tasks that run before the next group's; tasks inside one group may interleave.
+Terms: a *group* of an order is a set of tasks that run before the next group's; tasks inside
+    one group may interleave.
 
 Signature: placed DAG -> the same DAG with order edges beside it.
 """
@@ -44,7 +45,10 @@ def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
         raise PiperPlanError(
             join_faults(
                 "a backward is ordered both whole and split",
-                [f"{name}: as B at {whole[name]}, as BI or BW at {backward[name]}" for name in both[:5]],
+                [
+                    f"{name}: as B at {whole[name]}, as BI or BW at {backward[name]}"
+                    for name in both[:5]
+                ],
                 hint='use PASS "B", or the pair "BI" and "BW", for one region and microbatch',
             )
         )
@@ -54,7 +58,7 @@ def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
 def _pass_values(wanted: Any) -> set[str]:
     """The passes a filter names; none if it takes any."""
     for tag, value in wanted.items:
-        if tag == "PASS":
+        if tag == "PASS" and value != "*":
             return {value} if isinstance(value, str) else set(map(str, value))
     return set()
 
@@ -79,7 +83,8 @@ class Order:
     """Add the order edges of every Order directive.
 
     rewrite:   Order([[F.PP0.MB0], [F.PP0.MB1]])  ->  F.PP0.MB1 after F.PP0.MB0
-    requires:  each filter matches a task; the tasks of one order are on one device group; no cycle with the dataflow
+    requires:  each filter matches a task; the tasks of one order are on one device group; no
+        cycle with the dataflow
     keeps:     the graph
     """
 
@@ -107,7 +112,9 @@ class Order:
                         continue  # a forward-only program keeps the order of its forwards
                     matched = select(_pool(wanted, nodes, by_mb), wanted)
                     if not matched:
-                        faults.append(f"{order.where}: the filter {wanted!r} " + describe_miss(wanted, dag))
+                        faults.append(
+                            f"{order.where}: the filter {wanted!r} " + describe_miss(wanted, dag)
+                        )
                     found += matched
                 if found:
                     groups.append(list(dict.fromkeys(found)))
@@ -116,7 +123,9 @@ class Order:
             for before, after in zip(groups, groups[1:], strict=False):
                 dag.orders += [(a, b, order.where) for a in before for b in after if a is not b]
         if faults:
-            raise PiperPlanError(join_faults("an order cannot be kept", list(dict.fromkeys(faults))))
+            raise PiperPlanError(
+                join_faults("an order cannot be kept", list(dict.fromkeys(faults)))
+            )
         check_acyclic(dag)
 
 
@@ -179,7 +188,9 @@ def check_acyclic(dag: Dag) -> None:
         return
     lines = []
     for later, earlier in zip(cycle[1:] + cycle[:1], cycle, strict=True):
-        lines.append(f"{_line(tasks[later])}  waits for  {_short(tasks[earlier])}  ({reason[earlier, later]})")
+        lines.append(
+            f"{_line(tasks[later])}  waits for  {_short(tasks[earlier])}  ({reason[earlier, later]})"
+        )
     ranks = {task_of(tasks[i]).devices for i in cycle}
     title = (
         "the orders deadlock: tasks wait for one another across ranks"
@@ -187,7 +198,9 @@ def check_acyclic(dag: Dag) -> None:
         else "an order contradicts the dataflow or another order"
     )
     raise PiperPlanError(
-        format_error(title, {"cycle": "\n".join(lines)}, hint="change the order of one of these tasks")
+        format_error(
+            title, {"cycle": "\n".join(lines)}, hint="change the order of one of these tasks"
+        )
     )
 
 

@@ -1,8 +1,10 @@
 """Partition: a region's joint graph becomes the chunks F and B, or F, BI and BW.
 
-Terms: a *bundle* is what one phase keeps for the next on the same rank: it is sized, and never sent.
+Terms: a *bundle* is what one phase keeps for the next on the same rank: it is sized, and never
+    sent.
 
-Signature: region joint -> chunks with input and output positions. Regions whose joints are equal share one partition.
+Signature: region joint -> chunks with input and output positions. Regions whose joints are
+    equal share one partition.
 """
 
 from dataclasses import dataclass
@@ -60,7 +62,8 @@ class Partitioner:
 
         Args:
             region: Its joint graph.
-            keeps_primal: For each primal, whether the rank holds it anyway until the backward (parameters, buffers,
+            keeps_primal: For each primal, whether the rank holds it anyway until the backward
+                (parameters, buffers,
                 data): such values are read again, others travel in the bundle.
         """
         key = (structural_key(region.graph), len(region.forward), region.needed_early, keeps_primal)
@@ -74,9 +77,7 @@ class Partitioner:
         names = [n.name for n in region.graph.find_nodes(op="placeholder")]
         primal_index = {name: i for i, name in enumerate(names[: len(region.primals)])}
         tangent_index = {name: i for i, name in enumerate(names[len(region.primals) :])}
-        again = [
-            n for n in saved if n in primal_index and keeps_primal[primal_index[n]]
-        ]
+        again = [n for n in saved if n in primal_index and keeps_primal[primal_index[n]]]
         bundled = [n for n in saved if n not in again]
         _set_outputs(forward, num_forward, bundled)
         phase_f = _phase(
@@ -107,9 +108,7 @@ class Partitioner:
         phase_bi = _phase(
             early, primal_index, tangent_index, bundled, early_results, gives_bundle=bool(kept)
         )
-        phase_bw = _phase(
-            late, primal_index, tangent_index, kept, late_results, gives_bundle=False
-        )
+        phase_bw = _phase(late, primal_index, tangent_index, kept, late_results, gives_bundle=False)
         return Partition(
             forward=phase_f, backward=phase_b, input_grad=phase_bi, weight_grad=phase_bw
         )
@@ -239,7 +238,10 @@ def _split_backward(
         if isinstance(source, Node) and source in early and _is_tuple(source):
             early.add(node)
     made_early = {n for n in early if n.op != "placeholder"}
-    gives_early = [now or (isinstance(o, Node) and o in made_early) for o, now in zip(outputs, needed_early, strict=True)]
+    gives_early = [
+        now or (isinstance(o, Node) and o in made_early)
+        for o, now in zip(outputs, needed_early, strict=True)
+    ]
     late_outputs = [o for o, now in zip(outputs, gives_early, strict=True) if not now]
     needs: set[Node] = set()
     late: set[Node] = set()
@@ -251,7 +253,9 @@ def _split_backward(
         elif node not in late:
             late.add(node)
             stack += node.all_input_nodes
-    kept = [n for n in backward.nodes if n in needs and not _read_again(n, primal_index, keeps_primal)]
+    kept = [
+        n for n in backward.nodes if n in needs and not _read_again(n, primal_index, keeps_primal)
+    ]
     bi, bw = fx.Graph(), fx.Graph()
     values: dict[Node, Node] = {}
     for node in backward.nodes:
@@ -264,7 +268,9 @@ def _split_backward(
         if node in needs:
             values[node] = bw.placeholder(node.name)
             values[node].meta = dict(node.meta)
-            values[node].meta["saved"] = node.meta.get("saved", node.name) if node not in kept else node.name
+            values[node].meta["saved"] = (
+                node.meta.get("saved", node.name) if node not in kept else node.name
+            )
         elif node in late:
             values[node] = bw.node_copy(node, values.__getitem__)
     bw.output(tuple(values[o] if isinstance(o, Node) else o for o in late_outputs))

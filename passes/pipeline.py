@@ -1,7 +1,9 @@
 """The runner: applies the passes in their one visible order; it alone verifies, times, dumps and logs.
 
-`PIPER_DUMP=folder` writes the DAG's text before the first pass and after each. `PIPER_VERIFY=0|1|2|3` sets what is checked between
-passes: nothing; structure (default); also that task names survive printing and parsing; also, while the DAG can still run on
+`PIPER_DUMP=folder` writes the DAG's text before the first pass and after each.
+`PIPER_VERIFY=0|1|2|3` sets what is checked between
+passes: nothing; structure (default); also that task names survive printing and parsing; also,
+    while the DAG can still run on
 one process, that it computes what the captured graph computes (see `check_values`).
 """
 
@@ -48,7 +50,13 @@ def run_passes(
         one(dag)
         spent = (time.perf_counter() - start) * 1e3
         log.info(
-            "[%d/%d %s] %.1f ms  nodes %d -> %d", number, len(passes), one.name, spent, before, len(dag.graph.nodes)
+            "[%d/%d %s] %.1f ms  nodes %d -> %d",
+            number,
+            len(passes),
+            one.name,
+            spent,
+            before,
+            len(dag.graph.nodes),
         )
         _dump(folder, number, one.name, dag)
         if level >= 1:
@@ -80,7 +88,9 @@ def check_structure(dag: Dag, after: str) -> None:
         if node.op in ("placeholder", "output"):
             continue
         if is_pick(node):
-            assert task_of(producer(node)).kind is Kind.COMPUTE, f"after {after}: {node} picks from no task"
+            assert task_of(producer(node)).kind is Kind.COMPUTE, (
+                f"after {after}: {node} picks from no task"
+            )
             continue
         task = node.meta.get("task")
         assert task is not None, f"after {after}: {node} has no record"
@@ -89,9 +99,13 @@ def check_structure(dag: Dag, after: str) -> None:
             names.add(task.name)
         if task.kind is Kind.RECV:
             sent = node.args[0]
-            assert task_of(sent).kind is Kind.SEND, f"after {after}: {node} receives what nobody sends"
+            assert task_of(sent).kind is Kind.SEND, (
+                f"after {after}: {node} receives what nobody sends"
+            )
     for before, later, _ in dag.orders:
-        assert before in seen and later in seen, f"after {after}: an order names a task that is gone"
+        assert before in seen and later in seen, (
+            f"after {after}: an order names a task that is gone"
+        )
 
 
 def check_names(dag: Dag, after: str) -> None:

@@ -1,6 +1,7 @@
 """Place: which ranks run each task.
 
-Terms: a *device group* is the tuple of ranks that run one task together; every group in one step has the same size.
+Terms: a *device group* is the tuple of ranks that run one task together; every group in one
+    step has the same size.
 
 Signature: DAG over the whole batch -> the same DAG, every task with its devices.
 """
@@ -30,7 +31,8 @@ class Place:
     """Give every compute task its device group; slices, sums and joins go where their values are.
 
     rewrite:   F.PP0.MB0  ->  F.PP0.MB0 on 0
-    requires:  every task is matched by exactly one placement; ranks are inside the world; every rank has a task
+    requires:  every task is matched by exactly one placement; ranks are inside the world; every
+        rank has a task
     keeps:     the graph
     """
 

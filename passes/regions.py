@@ -1,12 +1,15 @@
 """Regions: which part of the model each node of the joint graph belongs to.
 
-Terms: a *run* is a stretch of consecutive forward nodes with the same tags; a *region* is the union of runs with the
-same tags, split into *visits* where the union would make a cycle (PP 0 -> 1 -> 0). A node is *free* when it is
-computed from parameters and constants alone: free nodes belong to no region and are recomputed wherever they are used.
-A *tail* is a backward node that carries a parameter's gradient back through free nodes (a transpose, a cast, the sum of
-two uses): it is linear, so each region keeps its own partial gradient instead of a sum across regions.
+Terms: a *run* is a stretch of consecutive forward nodes with the same tags; a *region* is the
+    union of runs with the
+same tags, split into *visits* where the union would make a cycle (PP 0 -> 1 -> 0). A node is *free*
+when it is computed from parameters and constants alone: free nodes belong to no region and are
+recomputed wherever they are used. A *tail* is a backward node that carries a parameter's gradient
+back through free nodes (a transpose, a cast, the sum of two uses): it is linear, so each region
+keeps its own partial gradient instead of a sum across regions.
 
-Signature: joint graph -> region of every node that is not free, partial gradients per parameter and region.
+Signature: joint graph -> region of every node that is not free, partial gradients per parameter
+    and region.
 """
 
 from collections import defaultdict
@@ -58,10 +61,12 @@ def find_regions(capture: Capture) -> Regions:
     free = _free_nodes(capture, backward)
     tags = {n: _tags(n) for n in graph.nodes if n.op == "call_function"}
     tags = _number_entries(tags)
-    forward = [n for n in graph.nodes if n.op == "call_function" and n not in backward and n not in free]
+    forward = [
+        n for n in graph.nodes if n.op == "call_function" and n not in backward and n not in free
+    ]
     untagged = _adopt(forward, tags)
     of, order = _merge_runs(forward, tags)
-    seq = _forward_by_seq(forward, of)
+    seq = _forward_by_seq(capture, backward)
     last = {region.tags: region for region in order}
     tails = _tails(capture, backward, free, seq)
     grad_nodes = _grad_nodes(capture)
@@ -134,7 +139,9 @@ def _number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, in
                 entries[key].add(value)
             else:
                 explicit.add(key)
-    mixed = sorted(key.removesuffix(ENTRY) for key in entries if key.removesuffix(ENTRY) in explicit)
+    mixed = sorted(
+        key.removesuffix(ENTRY) for key in entries if key.removesuffix(ENTRY) in explicit
+    )
     if mixed:
         raise PiperCaptureError(
             format_error(
@@ -216,7 +223,9 @@ def _merge_runs(
     return of, order
 
 
-def _topological(regions: list[RegionId], before: dict[RegionId, set[RegionId]]) -> tuple[RegionId, ...]:
+def _topological(
+    regions: list[RegionId], before: dict[RegionId, set[RegionId]]
+) -> tuple[RegionId, ...]:
     """Forward order; among the ready ones, the first seen."""
     done: list[RegionId] = []
     left = list(regions)
@@ -231,8 +240,18 @@ def _is_getitem(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
-def _forward_by_seq(forward: list[Node], of: dict[Node, RegionId]) -> dict[int, RegionId]:
-    return {n.meta["seq_nr"]: of[n] for n in forward if n.meta.get("seq_nr") is not None}
+def _forward_by_seq(capture: Capture, backward: set[Node]) -> dict[int, Node]:
+    """The forward node that autograd numbered; its backward nodes have the same number.
+
+    An operator that needs no gradient shows the number of the operator before it, so the first
+    counts.
+    """
+    found: dict[int, Node] = {}
+    for node in capture.graph.nodes:
+        number = node.meta.get("seq_nr")
+        if node.op == "call_function" and node not in backward and number is not None:
+            found.setdefault(number, node)
+    return found
 
 
 def _grad_nodes(capture: Capture) -> dict[int, Node]:
@@ -241,10 +260,9 @@ def _grad_nodes(capture: Capture) -> dict[int, Node]:
 
 
 def _tails(
-    capture: Capture, backward: set[Node], free: set[Node], seq: dict[int, RegionId]
+    capture: Capture, backward: set[Node], free: set[Node], seq: dict[int, Node]
 ) -> set[Node]:
     """Backward nodes that only carry parameter gradients through free nodes."""
-    free_seq = {n.meta.get("seq_nr") for n in free} - {None}
     params = {a.position for a in capture.args if a.kind is not ArgKind.DATA}
     ends = {node for position, node in _grad_nodes(capture).items() if position in params}
     tails: set[Node] = set()
@@ -253,8 +271,7 @@ def _tails(
             continue
         if not (node in ends or node.users) or not all(user in tails for user in node.users):
             continue
-        number = node.meta.get("seq_nr")
-        of_free = number in free_seq and number not in seq
+        of_free = seq.get(node.meta.get("seq_nr", -1)) in free
         if _is_accumulation(node) or of_free:
             carried = [i for i in node.all_input_nodes if i in backward]
             if _is_sum(node) or len(carried) == 1:
@@ -275,7 +292,7 @@ def _place_backward(
     backward: set[Node],
     tails: set[Node],
     tags: dict[Node, dict[str, int]],
-    seq: dict[int, RegionId],
+    seq: dict[int, Node],
     last: dict[Tags, RegionId],
     of: dict[Node, RegionId],
     order: tuple[RegionId, ...],
@@ -287,7 +304,8 @@ def _place_backward(
             continue
         found = None
         if not _is_accumulation(node):
-            found = seq.get(node.meta.get("seq_nr", -1))
+            made_by = seq.get(node.meta.get("seq_nr", -1))
+            found = of.get(made_by) if made_by is not None else None
             if found is None or (tags[node] and found.tags != tuple(tags[node].items())):
                 found = last.get(tuple(tags[node].items()), found) if tags[node] else found
         if found is None:
@@ -302,7 +320,8 @@ def _place_backward(
             continue
         users = [of[u] for u in node.users if u in of]
         candidates = users or list(sources)
-        # The forward value was made in the region that uses its gradient: the earliest one in forward order.
+        # The forward value was made in the region that uses its gradient: the earliest one in
+        # forward order.
         of[node] = min(candidates, key=rank.__getitem__) if candidates else order[-1]
 
 

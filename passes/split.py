@@ -33,16 +33,20 @@ def batch_dims(
 ) -> dict[int, int]:
     """The dim along which each data argument is sliced, by position; arguments that are replicated are left out.
 
-    By default every data tensor of at least one dim is sliced along dim 0, and all must agree on its size. A 0-dim
-    tensor and a number go to every microbatch as they are.
+    By default every data tensor of at least one dim is sliced along dim 0, and all must agree on
+    its size. A 0-dim tensor and a number go to every microbatch as they are.
 
     Raises:
-        PiperPlanError: Sizes disagree or do not divide, or `inputs` names an argument that is not there.
+        PiperPlanError: Sizes disagree or do not divide, or `inputs` names an argument that is
+            not there.
     """
     data = [a for a in args if a.kind is ArgKind.DATA and a.spec is not None]
     given = dict(inputs or {})
     unknown = sorted(set(given) - {a.name for a in data} - {_root(a.name) for a in data})
-    faults = [f"argument {name!r} of Split(inputs=...) is not a tensor argument of the model" for name in unknown]
+    faults = [
+        f"argument {name!r} of Split(inputs=...) is not a tensor argument of the model"
+        for name in unknown
+    ]
     dims: dict[int, int] = {}
     for arg in data:
         assert arg.spec is not None
@@ -83,7 +87,8 @@ class Split:
     """Copy every task once per microbatch.
 
     rewrite:   F.PP0 ; B.PP0  ->  F.PP0.MB0 ; F.PP0.MB1 ; B.PP0.MB0 ; B.PP0.MB1
-               gradients summed over microbatches, losses weighted and summed, outputs joined, buffers handed on in order
+               gradients summed over microbatches, losses weighted and summed, outputs joined,
+               buffers handed on in order
     requires:  every sliced argument's size divides by the number of microbatches
     keeps:     values up to summation order, of the model run on each microbatch in turn
     """

@@ -1,6 +1,7 @@
 """Tie: one gradient for a parameter that several device groups hold.
 
-Signature: placed DAG -> DAG in which each holder accumulates its own partial gradients, then adds all holders' sums.
+Signature: placed DAG -> DAG in which each holder accumulates its own partial gradients, then
+    adds all holders' sums.
 """
 
 from dataclasses import replace
@@ -16,9 +17,11 @@ class Tie:
     """Sum the gradient of a parameter over its holders.
 
     rewrite:   g = accumulate(B.PP0 on 0, B.PP1 on 1)
-               ->  a = accumulate(B.PP0) on 0 ; b = accumulate(B.PP1) on 1 ; add(a, b) on 0 ; add(a, b) on 1
+               ->  a = accumulate(B.PP0) on 0 ; b = accumulate(B.PP1) on 1 ; add(a, b) on 0 ; add(a,
+               b) on 1
     requires:  tasks are placed
-    keeps:     values up to summation order; every holder adds in the same order, so copies stay bit-equal
+    keeps:     values up to summation order; every holder adds in the same order, so copies stay
+        bit-equal
     """
 
     name = "tie"

@@ -17,7 +17,8 @@ from piper_dynamo.ir.task import Kind, Task
 class Transfer:
     """Insert one send and receive per value and destination group.
 
-    rewrite:   F.PP1.MB0(h) on 1, h made on 0  ->  s = send(h) on 0 ; r = recv(s) on 1 ; F.PP1.MB0(r)
+    rewrite:   F.PP1.MB0(h) on 1, h made on 0  ->  s = send(h) on 0 ; r = recv(s) on 1 ;
+        F.PP1.MB0(r)
     requires:  every task has devices; groups have one size
     keeps:     values; a value used three regions on goes there directly, once per destination group
     """
@@ -121,9 +122,7 @@ class Transfer:
         received[value, devices] = local
         return local
 
-    def _spread_results(
-        self, dag: Dag, received: dict[tuple[Node, tuple[int, ...]], Node]
-    ) -> None:
+    def _spread_results(self, dag: Dag, received: dict[tuple[Node, tuple[int, ...]], Node]) -> None:
         """The loss on every group; a changed buffer on every group that reads it."""
         output = dag.graph.find_nodes(op="output")[0]
         results: dict[str, Any] = dict(results_of(dag.graph))

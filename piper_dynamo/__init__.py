@@ -1,3 +1,74 @@
-"""Piper: a torch.compile backend that runs an ordinary model as a distributed program."""
+"""Piper: a torch.compile backend that runs an ordinary model as a distributed program.
+
+import piper_dynamo as piper
+
+with piper.annotate("PP", 0): ...                                     # tag regions of the model
+strategy = piper.Strategy(piper.Split({}, num_microbatches=8), ...)   # state what goes where, and
+in which order step = piper.compile(model, strategy, example_inputs=(tokens, targets))
+step(tokens, targets).backward()                                      # the ordinary loop
+"""
+
+from piper_dynamo import schedules, strategies
+from piper_dynamo.access import (
+    clip_grad_norm_,
+    data_rank,
+    data_world,
+    explain,
+    named_parameters,
+    parameters,
+    record,
+)
+from piper_dynamo.annotate import annotate
+from piper_dynamo.api import compile, plan, prepare
+from piper_dynamo.errors import (
+    PiperAbsentError,
+    PiperCaptureError,
+    PiperError,
+    PiperPlanError,
+    PiperRuntimeError,
+    PiperStrategyError,
+    PiperSyntaxError,
+    PiperTimeoutError,
+)
+from piper_dynamo.lowering.simulate import Costs
+from piper_dynamo.mesh import Mesh
+from piper_dynamo.planning import Plan
+from piper_dynamo.runtime.launch import launch, rank, world_size
+from piper_dynamo.strategy import Order, Place, Replicate, Shard, Split, Strategy
 
 __version__ = "0.1.0"
+__all__ = [
+    "Costs",
+    "Mesh",
+    "Order",
+    "PiperAbsentError",
+    "PiperCaptureError",
+    "PiperError",
+    "PiperPlanError",
+    "PiperRuntimeError",
+    "PiperStrategyError",
+    "PiperSyntaxError",
+    "PiperTimeoutError",
+    "Place",
+    "Plan",
+    "Replicate",
+    "Shard",
+    "Split",
+    "Strategy",
+    "annotate",
+    "clip_grad_norm_",
+    "compile",
+    "data_rank",
+    "data_world",
+    "explain",
+    "launch",
+    "named_parameters",
+    "parameters",
+    "plan",
+    "prepare",
+    "rank",
+    "record",
+    "schedules",
+    "strategies",
+    "world_size",
+]

@@ -1,6 +1,7 @@
 """Every private or version-dependent name of torch that Piper uses, in one place (torch 2.11 - 2.14)."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -8,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch._dynamo import config as dynamo_config
 from torch._dynamo import assume_constant_result as _assume_constant_result
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import mark_dynamic as _mark_dynamic
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -40,31 +41,36 @@ __all__ = [
     "UserError",
     "annotate",
     "assume_constant_result",
+    "aten_backend",
+    "boxed_codegen",
+    "compile_with_inductor",
+    "default_store",
     "fake_tracing",
     "graph_break_of",
     "inductor_backend",
     "is_marked_dynamic",
+    "is_tracing",
     "mark_dynamic",
-    "aten_backend",
-    "boxed_codegen",
-    "default_store",
     "min_cut_partition",
+    "no_torch_function",
+    "output_nodes",
+    "parameter_names",
     "raise_recompile_limit",
     "source_chain",
     "source_name",
-    "output_nodes",
-    "parameter_names",
     "target_name",
     "trace_forward",
     "trace_joint",
     "unmark_dynamic",
 ]
 
+_marked: list[weakref.ref[torch.Tensor]] = []
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def annotate(tags: dict[str, Any]) -> Any:
-    """torch's annotation context manager: writes `tags` into the `meta["custom"]` of what is traced."""
+    """Torch's annotation context manager: writes `tags` into the `meta["custom"]` of what is traced."""
     return fx_traceback.annotate(tags)
 
 
@@ -75,6 +81,8 @@ def assume_constant_result(fn: F) -> F:
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Make `dim` of `tensor` symbolic in the next trace; being specialised is then an error."""
+    if not hasattr(tensor, "_dynamo_dynamic_indices"):
+        _marked.append(weakref.ref(tensor))
     _mark_dynamic(tensor, dim)
 
 
@@ -135,7 +143,8 @@ def _flat_graph(gm: fx.GraphModule) -> fx.Graph:
 def trace_joint(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx.Graph:
     """The joint forward-backward graph of `gm` on fake `args`: functional, undecomposed, untouched by a partitioner.
 
-    Placeholders are `primals_*` then `tangents_*`; the output node's `meta["desc"]` says what each output is.
+    Placeholders are `primals_*` then `tangents_*`; the output node's `meta["desc"]` says what each
+    output is.
     """
 
     def capture(joint: fx.GraphModule, *unused: Any, **kwargs: Any) -> Any:
@@ -170,8 +179,9 @@ def trace_forward(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
 def min_cut_partition(
     joint: fx.GraphModule, inputs: list[Any], num_fwd_outputs: int, mode: FakeTensorMode
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's min-cut partitioner. Never recomputes a matmul unless the user's checkpoint asks for it."""
-    # The ban on recomputing what is materialised for the backward keeps values that are one cheap kernel away: lifting
+    """Torch's min-cut partitioner. Never recomputes a matmul unless the user's checkpoint asks for it."""
+    # The ban on recomputing what is materialised for the backward keeps values that are one cheap
+    # kernel away: lifting
     # it cuts the saved bytes of a Llama block by a third and recomputes no matmul.
     with (
         fake_tracing(mode),
@@ -189,11 +199,19 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def unmark_dynamic(tensor: torch.Tensor) -> None:
-    """Take back `mark_dynamic`: guards only ask that a later call's marks are among the traced ones."""
-    for name in ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides"):
-        if hasattr(tensor, name):
-            delattr(tensor, name)
+def unmark_dynamic() -> None:
+    """Take back every `mark_dynamic`: guards only ask that a later call's marks are among the traced ones."""
+    names = (
+        "_dynamo_dynamic_indices",
+        "_dynamo_dynamic_range",
+        "_dynamo_hint_overrides",
+        "_has_dynamo_dim_marking",
+    )
+    while _marked:
+        tensor = _marked.pop()()
+        for name in names:
+            if tensor is not None and hasattr(tensor, name):
+                delattr(tensor, name)
 
 
 def boxed_codegen() -> Any:
@@ -211,13 +229,11 @@ def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
 def raise_recompile_limit() -> None:
     """Make room for many compiled steps of one model class.
 
-    Dynamo counts entries per code object, and two steps of one class (another strategy, the state released, evaluation)
-    share it; past the limit, 8, it would silently run the model eagerly.
+    Dynamo counts entries per code object, and two steps of one class (another strategy, the state
+    released, evaluation) share it; past the limit, 8, it would silently run the model eagerly.
     """
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
-    dynamo_config.accumulated_recompile_limit = max(
-        dynamo_config.accumulated_recompile_limit, 4096
-    )
+    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4096)
 
 
 def aten_backend() -> Any:
@@ -234,7 +250,7 @@ def aten_backend() -> Any:
 
 
 def inductor_backend() -> Any:
-    """torch's own default backend."""
+    """Torch's own default backend."""
     from torch._dynamo.backends.inductor import inductor
 
     return inductor
@@ -257,3 +273,37 @@ def target_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
+def compile_with_inductor(gm: fx.GraphModule, specs: Any) -> Callable[[list[Any]], Any]:
+    """Inductor's code for a flat graph of undecomposed operators on inputs of fixed shape; called with one list."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        fakes = [
+            torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device)
+            if s is not None
+            else 0
+            for s in specs
+        ]
+    with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode), mode:
+        traced = make_fx(gm, decomposition_table=select_decomp_table())(*fakes)
+    assert detect_fake_mode(fakes) is mode
+    (output,) = traced.graph.find_nodes(op="output")
+    # All outputs keep their strides: the next chunk was traced with them.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode):
+        return compile_fx_inner(traced, fakes)  # type: ignore[no-any-return]
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def is_tracing() -> bool:
+    """Whether Dynamo or AOTAutograd is at work in this thread."""
+    return TracingContext.try_get() is not None

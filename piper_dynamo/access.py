@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from piper_dynamo.errors import PiperError
 from piper_dynamo.measure import recorder
-from piper_dynamo.plan import Plan
+from piper_dynamo.planning import Plan
 from piper_dynamo.state import ANCHOR, Record, StepState, record_of
 
 
@@ -90,8 +90,8 @@ def explain(step: Any) -> Plan:
 def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale the gradients so that their norm over all ranks is at most `max_norm`; every rank must call it.
 
-    Each parameter counts once, however many ranks hold it. Returns the norm before, the same on every rank (0-dim, at least
-    float32).
+    Each parameter counts once, however many ranks hold it. Returns the norm before, the same on
+    every rank (0-dim, at least float32).
     """
     state = state_of(step)
     held = [(p, record_of(p)) for _, p in named_parameters(step)]
@@ -115,7 +115,10 @@ def _global_norm(state: StepState, grads: list[Tensor], norm_type: float) -> Ten
     local = torch.zeros((), dtype=dtype)
     if grads:
         norms = torch.stack(
-            [torch.linalg.vector_norm(g.to(w), norm_type).to(dtype) for g, w in zip(grads, wide, strict=True)]
+            [
+                torch.linalg.vector_norm(g.to(w), norm_type).to(dtype)
+                for g, w in zip(grads, wide, strict=True)
+            ]
         ).cpu()
         local = norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
     if norm_type == float("inf"):

@@ -1,10 +1,11 @@
 """Tagging regions of a model.
 
-A tag travels in `node.meta["custom"]` from Dynamo through AOTAutograd into forward and backward nodes. The keys written
-there are private to Piper (`piper:PP`), so annotations of other tools pass through untouched.
+A tag travels in `node.meta["custom"]` from Dynamo through AOTAutograd into forward and backward
+nodes. The keys written there are private to Piper (`piper:PP`), so annotations of other tools pass
+through untouched.
 
-An annotation without an index is numbered in order of entry: each entry takes a fresh number at trace time, and capture
-turns the numbers it finds, in rising order, into 0, 1, 2, ...
+An annotation without an index is numbered in order of entry: each entry takes a fresh number at
+trace time, and capture turns the numbers it finds, in rising order, into 0, 1, 2, ...
 """
 
 import itertools

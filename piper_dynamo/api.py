@@ -11,21 +11,24 @@ from piper_dynamo.access import module_of
 from piper_dynamo.backend import piper
 from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
 from piper_dynamo.options import Options
-from piper_dynamo.plan import Plan
+from piper_dynamo.planning import Plan
 from piper_dynamo.step import Session, StandIn, session
 from piper_dynamo.strategy import Place, Strategy
 
 
-def compile(  # noqa: A001  (the public name is piper.compile, beside torch.compile)
-    model: nn.Module, strategy: Strategy, example_inputs: Sequence[Any] | Mapping[str, Any], **options: Any
+def compile(
+    model: nn.Module,
+    strategy: Strategy,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    **options: Any,
 ) -> Any:
     """Compile a model under a strategy and prepare it for this rank.
 
     Args:
         model: The single-device model.
         strategy: How the step is distributed.
-        example_inputs: Positional inputs as a tuple, or keyword inputs as a dict; what this rank would be given, at the
-            whole batch's sizes. Values are not looked at.
+        example_inputs: Positional inputs as a tuple, or keyword inputs as a dict; what this
+            rank would be given, at the whole batch's sizes. Values are not looked at.
         options: `compile=`, `timeout_s=`, `outputs=`; see `piper_dynamo.options.Options`.
 
     Returns:
@@ -59,7 +62,8 @@ def prepare(step: Any, *args: Any, **kwargs: Any) -> None:
                 "the step is not compiled with the piper backend and a strategy: "
                 "torch.compile(model, backend='piper', options={'strategy': ...})"
             )
-        # Releasing parameters changes what Dynamo guards on: trace again now rather than in the first step.
+        # Releasing parameters changes what Dynamo guards on: trace again now rather than in the
+        # first step.
         _call(step, now, args, kwargs)
 
 
@@ -91,7 +95,9 @@ def plan(
     )
     named = isinstance(example_inputs, Mapping)
     with session(world) as now:
-        _call(step, now, () if named else tuple(example_inputs), dict(example_inputs) if named else {})
+        _call(
+            step, now, () if named else tuple(example_inputs), dict(example_inputs) if named else {}
+        )
     return now.plans[-1]
 
 
@@ -127,7 +133,9 @@ def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _baked_in(text: str) -> PiperCaptureError:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    reasons = [line for line in lines if "specialized" in line or "constant" in line or "L[" in line]
+    reasons = [
+        line for line in lines if "specialized" in line or "constant" in line or "L[" in line
+    ]
     return PiperCaptureError(
         format_error(
             "the batch size is baked into the model",
@@ -144,7 +152,11 @@ def _dynamo_text(error: Exception) -> str:
     """Dynamo's reason and the user's line, without its own stack."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     places = [line.strip() for line in lines if line.strip().startswith("File ")]
-    at = places[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if places else "unknown line"
+    at = (
+        places[-1].removeprefix("File ").replace('"', "").replace(", line ", ":")
+        if places
+        else "unknown line"
+    )
     return format_error(
         "graph break: a strategy needs the whole call in one graph",
         {"at": at.split(", in ")[0], "why": lines[0] if lines else type(error).__name__},

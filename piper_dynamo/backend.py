@@ -1,7 +1,8 @@
 """The `torch.compile` backend.
 
-Without a strategy it is a plain backend for one device: AOTAutograd splits forward and backward, chunks run operator by
-operator or through inductor. With a strategy, the graph of the call becomes a `CompiledStep`.
+Without a strategy it is a plain backend for one device: AOTAutograd splits forward and backward,
+chunks run operator by operator or through inductor. With a strategy, the graph of the call becomes
+a `CompiledStep`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,9 @@ from piper_dynamo.capture import read_args
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.options import Options
-from piper_dynamo.plan import data_dims, refuse_unsupported, split_of
+from piper_dynamo.planning import data_dims, refuse_unsupported, split_of
 from piper_dynamo.step import CompiledStep
+from piper_dynamo.tagging import tag_by_path
 
 
 def piper(
@@ -29,7 +31,8 @@ def piper(
     """`torch.compile(model, backend="piper", options={...})`; see `piper_dynamo.options.Options`.
 
     Raises:
-        PiperError: The options, the strategy or the model are refused; Dynamo wraps it in BackendCompilerFailed.
+        PiperError: The options, the strategy or the model are refused; Dynamo wraps it in
+            BackendCompilerFailed.
     """
     if mode is not None:
         raise PiperCaptureError(
@@ -41,6 +44,8 @@ def piper(
     compat.raise_recompile_limit()
     _refuse_graph_break(gm)
     refuse_unsupported(chosen.strategy)
+    if chosen.strategy.regions:
+        tag_by_path(gm, chosen.strategy.regions)
     args = read_args(gm, example_inputs)
     split = split_of(chosen.strategy)
     dims = data_dims(args, split)
@@ -80,7 +85,8 @@ def _make_batch_symbolic(
 ) -> None:
     """Trace again with symbols for the batch dims, unless they are symbols already.
 
-    Only then do sizes that the model computes from its inputs follow the microbatch; in a static graph they are numbers.
+    Only then do sizes that the model computes from its inputs follow the microbatch; in a static
+    graph they are numbers.
     """
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     marked = False

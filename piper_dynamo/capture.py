@@ -1,7 +1,8 @@
 """From Dynamo's graph of a call to the joint graph of one microbatch.
 
-The joint graph is traced anew at the microbatch's sizes with fake tensors only, so nothing is computed and no state is
-touched. Dynamo's graph has symbols for the batch dims (see `batch.py`), which take the microbatch's sizes here.
+The joint graph is traced anew at the microbatch's sizes with fake tensors only, so nothing is
+computed and no state is touched. Dynamo's graph has symbols for the batch dims (see `batch.py`),
+which take the microbatch's sizes here.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.alias import drop_aliases, root
 from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output
 from piper_dynamo.ir.spec import TensorSpec, user_line
+
 
 def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
     """What each placeholder of Dynamo's graph is, from its source."""
@@ -74,13 +76,16 @@ def trace(
         gm: Dynamo's graph.
         args: Its arguments with the sizes of the whole batch.
         numbers: Value of each number argument that is not a tensor's size, by position.
-        batch_dims: The dim along which each data argument is split, by position; others are replicated.
+        batch_dims: The dim along which each data argument is split, by position; others are
+            replicated.
         num_microbatches: Into how many slices.
-        loss: Which of the graph's tensor outputs is the loss; None chooses the only differentiable scalar.
+        loss: Which of the graph's tensor outputs is the loss; None chooses the only
+            differentiable scalar.
         training: The joint graph, else the forward graph under no_grad.
 
     Raises:
-        PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or has several possible losses.
+        PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or
+            has several possible losses.
     """
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv())
     fakes = _fake_args(mode, args, numbers, batch_dims, num_microbatches)
@@ -103,7 +108,11 @@ def no_loss_message(results: Sequence[Any]) -> str:
     tensors = [r for r in results if isinstance(r, torch.Tensor)]
     scalars = [i for i, r in enumerate(results) if _is_loss(r)]
     shapes = ", ".join(f"{i}: {tuple(t.shape)}" for i, t in enumerate(tensors)) or "none"
-    title = "no output of the model can be the loss" if not scalars else "several outputs could be the loss"
+    title = (
+        "no output of the model can be the loss"
+        if not scalars
+        else "several outputs could be the loss"
+    )
     return format_error(
         title,
         {"tensor outputs": shapes, "differentiable scalars": scalars or "none"},
@@ -126,7 +135,12 @@ def user_name(source: Any, default: str) -> str:
             continue
         index = getattr(link, "index", None)
         member = getattr(link, "member", None)
-        if member is not None and member not in ("_modules", "_parameters", "_buffers", "_orig_mod"):
+        if member is not None and member not in (
+            "_modules",
+            "_parameters",
+            "_buffers",
+            "_orig_mod",
+        ):
             parts.append(f".{member}")
         elif index is not None and type(link).__name__ != "ConstDictKeySource":
             parts.append(f".{index}" if _is_module_state(link) else f"[{index!r}]")
@@ -179,7 +193,9 @@ def _fake_args(
             if arg.position in batch_dims:
                 spec = spec.divided(batch_dims[arg.position], num_microbatches)
         with mode:
-            fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+            fake = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=spec.device
+            )
         fakes[arg.position] = fake.requires_grad_(arg.requires_grad)
         shapes[arg.name] = spec.shape
     for arg in args:
@@ -269,8 +285,8 @@ def _choose_loss(results: Sequence[Any], loss: int | None) -> int | None:
 def _detach_outputs(gm: fx.GraphModule, loss: int | None) -> fx.GraphModule:
     """A copy whose outputs other than the loss are cut from the backward, and none of which is a view of an input.
 
-    AOTAutograd would give a view of an input back to its own runtime to rebuild; a copy keeps it in the graph.
-    `_drop_output_copies` takes away the copies that turn out not to be needed.
+    AOTAutograd would give a view of an input back to its own runtime to rebuild; a copy keeps it in
+    the graph. `_drop_output_copies` takes away the copies that turn out not to be needed.
     """
     graph = fx.Graph()
     values: dict[Node, Node] = {}

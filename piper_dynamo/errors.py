@@ -1,6 +1,7 @@
 """The errors users see. Every refusal is a `PiperError`; each says what, where, why and what to do.
 
-`format_error` lays the parts out the same way everywhere, so that messages can be searched for and tested.
+`format_error` lays the parts out the same way everywhere, so that messages can be searched for and
+tested.
 """
 
 from collections.abc import Mapping

@@ -17,9 +17,11 @@ class Options:
 
     Attributes:
         strategy: How the step is distributed; None compiles for one device.
-        compile: How chunks run: "aten" (operator by operator) or "inductor" (fused); None is aten on CPU, inductor on CUDA.
+        compile: How chunks run: "aten" (operator by operator) or "inductor" (fused); None is
+            aten on CPU, inductor on CUDA.
         timeout_s: Seconds that any wait for another rank may take.
-        outputs: Where the outputs other than the loss come back: on the ranks that own them ("owner") or "everywhere".
+        outputs: Where the outputs other than the loss come back: on the ranks that own them
+            ("owner") or "everywhere".
     """
 
     strategy: Strategy | None = None
@@ -59,8 +61,6 @@ class Options:
                 faults.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
         if faults:
             raise PiperStrategyError(
-                format_error(
-                    f"unknown option: {', '.join(faults)}", {"known": ", ".join(known)}
-                )
+                format_error(f"unknown option: {', '.join(faults)}", {"known": ", ".join(known)})
             )
         return cls(**(given or {}))

@@ -1,10 +1,11 @@
 """Parameters on a rank: held whole, or absent at no cost; and the hand-over of gradients to autograd.
 
-Terms: a parameter is *held* by the ranks whose regions use it; elsewhere it is *absent*: it keeps its name, shape and
+Terms: a parameter is *held* by the ranks whose regions use it; elsewhere it is *absent*: it
+    keeps its name, shape and
 dtype, costs four bytes, and raises when touched.
 
-State hangs on the Parameter objects themselves, so that training, evaluation and every shape of one model share it, and two
-models that share one compiled program do not.
+State hangs on the Parameter objects themselves, so that training, evaluation and every shape of one
+model share it, and two models that share one compiled program do not.
 """
 
 import weakref
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
 from piper_dynamo.ir.spec import TensorSpec
 
@@ -44,19 +46,33 @@ _METADATA = {
 }
 
 
+def _refuse(
+    func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """The `__torch_function__` of an absent tensor: metadata only."""
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    absent = next((a for a in _flat(args, kwargs) if isinstance(a, _Raises)), None)
+    raise PiperAbsentError(getattr(absent, "_piper_why", "this tensor is not on this rank"))
+
+
+class _RefusesOutsideTracing:
+    """Dynamo sees an ordinary tensor type, everybody else one that refuses.
+
+    A `__torch_function__` that Dynamo could see would be traced through at every use of the
+    parameter, and torch's Python functions (`F.rms_norm`) cannot be traced that way.
+    """
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return compat.no_torch_function if compat.is_tracing() else _refuse
+
+
 class _Raises:
     """Raises on everything but metadata; Dynamo may look."""
 
     _piper_why: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.compiler.is_compiling() or func in _METADATA:
-            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-        absent = next((a for a in _flat(args, kwargs) if isinstance(a, _Raises)), None)
-        raise PiperAbsentError(getattr(absent, "_piper_why", "this tensor is not on this rank"))
+    __torch_function__ = _RefusesOutsideTracing()
 
 
 class AbsentParameter(_Raises, nn.Parameter):
@@ -133,10 +149,12 @@ class StepState:
         world_size: Of how many.
         data_rank: Which shard of the data this rank loads.
         data_world: Of how many.
-        anchor: An empty parameter for ranks that hold none, so that the loss and the optimizer work there.
+        anchor: An empty parameter for ranks that hold none, so that the loss and the optimizer
+            work there.
         outstanding: Gradients not yet handed over, oldest first.
         comm: The communicator.
         last: The last plan that was run or prepared (for `explain`).
+        loss: Of a loss named by its path: the graph's number of outputs, its index and its name.
         recorder: Takes the executor after a step whose timeline is wanted.
     """
 
@@ -149,6 +167,7 @@ class StepState:
     outstanding: deque["Gradients"] = field(default_factory=deque)
     last: Any = None
     recorder: Callable[[Any], None] | None = None
+    loss: tuple[int, int, str] | None = None
 
     def adopt(self, param: Tensor, name: str, holders: tuple[int, ...]) -> Record:
         """Record where a parameter is held, and release it if that is not here.
@@ -187,7 +206,9 @@ def _release(param: Tensor, record: Record) -> None:
     )
     fill = float("nan") if param.dtype.is_floating_point or param.dtype.is_complex else 0
     with torch.no_grad():
-        param.data = torch.full((), fill, dtype=param.dtype, device=param.device).expand(param.shape)
+        param.data = torch.full((), fill, dtype=param.dtype, device=param.device).expand(
+            param.shape
+        )
     param.grad = None
     param.__class__ = AbsentParameter
     param._piper_why = why  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """A compiled step: what `torch.compile(model, backend="piper")` calls, and the functions that look at it.
 
-Programs are keyed by the concrete sizes of all inputs. State hangs on the Parameters given at the call (see `state.py`).
+Programs are keyed by the concrete sizes of all inputs. State hangs on the Parameters given at the
+call (see `state.py`).
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.options import Options
-from piper_dynamo.plan import Plan, data_dims, make_plan, split_of, template_of
+from piper_dynamo.planning import Plan, data_dims, make_plan, split_of, template_of
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
@@ -45,7 +46,8 @@ class Session:
 
     Attributes:
         world_size: Plan for this many ranks, touching no state; None prepares for the real ones.
-        loss: Index among the graph's outputs of the one that the user named as the loss, once known.
+        loss: Index among the graph's outputs of the one that the user named as the loss, once
+            known.
         probe: Only look at the structure of the output.
         steps: The compiled steps that the call reached.
         plans: Their plans.
@@ -110,16 +112,19 @@ class CompiledStep:
 
     def __call__(self, *values: Any) -> Any:
         """Run the program for these sizes; in a session, only plan or prepare it."""
+        compat.unmark_dynamic()
         now = _session()
         if now is not None:
             return self._visit(now, values)
         comm = communicator(self._options.timeout_s)
+        self._recall_loss(values)
         entry = self._entry(values, comm)
         state = self._state(values, entry.plan, comm)
         self._agree(entry, comm)
         return self._run(entry, state, values)
 
-    # --- plans and programs -------------------------------------------------------------------------------------------
+    # --- plans and programs
+    # -------------------------------------------------------------------------------------------
 
     def _sizes(self, values: Sequence[Any]) -> tuple[Any, ...]:
         key: list[Any] = []
@@ -177,6 +182,28 @@ class CompiledStep:
             )
         )
 
+    def _recall_loss(self, values: Sequence[Any]) -> None:
+        """A loss named by its path was found when the step was prepared; other modes of the model have it too.
+
+        The output structure is not visible here, so it is recognised by its name in the graph and
+        the number of outputs.
+        """
+        if self._loss is not None or self.strategy.loss is None:
+            return
+        state = self._known_state(values)
+        if state is None or state.loss is None:
+            return
+        count, index, name = state.loss
+        outputs = [str(node) for node in compat.output_nodes(self._gm)]
+        if name in outputs:
+            self._loss = outputs.index(name)
+        elif len(outputs) == count:
+            self._loss = index
+
+    def _known_state(self, values: Sequence[Any]) -> StepState | None:
+        records = (record_of(values[a.position]) for a in self._args if a.kind is ArgKind.PARAMETER)
+        return next((r.owner for r in records if r is not None), None)
+
     def _entry(self, values: Sequence[Any], comm: Communicator) -> Entry:
         key = (*self._sizes(values), comm.world_size, comm.rank)
         if key not in self._entries:
@@ -206,12 +233,13 @@ class CompiledStep:
             )
         return self._entries[key]
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
+    # --------------------
 
     def _state(self, values: Sequence[Any], plan: Plan, comm: Communicator) -> StepState:
         params = [a for a in self._args if a.kind is ArgKind.PARAMETER]
         records = [record_of(values[a.position]) for a in params]
-        state = next((r.owner for r in records if r is not None), None)
+        state = self._known_state(values)
         if state is None:
             state = StepState(rank=comm.rank, world_size=comm.world_size, comm=comm)
         if any(r is None for r in records):
@@ -224,8 +252,8 @@ class CompiledStep:
     def _agree(self, entry: Entry, comm: Communicator) -> None:
         """Before a program's first run: every rank must be about to run the same one in this step.
 
-        Each rank leaves the fingerprint of every step it starts; only a rank with a new program reads the others', so steps
-        that all ranks know cost one unanswered message.
+        Each rank leaves the fingerprint of every step it starts; only a rank with a new program
+        reads the others', so steps that all ranks know cost one unanswered message.
         """
         number = getattr(comm, "steps", 0)
         comm.steps = number + 1  # type: ignore[attr-defined]
@@ -265,7 +293,8 @@ class CompiledStep:
             )
         entry.compared = True
 
-    # --- running ------------------------------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------
+    # --------------------
 
     def _run(self, entry: Entry, state: StepState, values: Sequence[Any]) -> list[Any]:
         plan, program = entry.plan, entry.executor.program
@@ -289,9 +318,7 @@ class CompiledStep:
                 values[position].copy_(new)
         return self._outputs(plan, state, results, values)
 
-    def _weights(
-        self, plan: Plan, names: Sequence[str], values: Sequence[Any]
-    ) -> list[Tensor]:
+    def _weights(self, plan: Plan, names: Sequence[str], values: Sequence[Any]) -> list[Tensor]:
         split = split_of(plan.strategy)
         count = plan.dag.num_microbatches
         spec = plan.dag.outputs[plan.dag.loss].spec if plan.dag.loss is not None else None
@@ -305,7 +332,8 @@ class CompiledStep:
             numbers = self._own_weights(plan, split.loss, values, count)
         index = {f"weight_{i}": i for i in range(count)} | {"weight": 0}
         return [
-            torch.tensor(numbers[index[name]], dtype=spec.dtype, device=spec.device) for name in names
+            torch.tensor(numbers[index[name]], dtype=spec.dtype, device=spec.device)
+            for name in names
         ]
 
     def _own_weights(
@@ -317,7 +345,9 @@ class CompiledStep:
             if arg.kind is ArgKind.DATA:
                 value = values[arg.position]
                 dim = plan.dims.get(arg.position)
-                parts[arg.name] = list(value.chunk(count, dim)) if dim is not None else [value] * count
+                parts[arg.name] = (
+                    list(value.chunk(count, dim)) if dim is not None else [value] * count
+                )
         wanted = compat.parameter_names(weigh)
         unknown = [name for name in wanted if name not in parts]
         if unknown:
@@ -339,8 +369,7 @@ class CompiledStep:
     ) -> list[Any]:
         program = plan.programs[state.rank]
         owned = {
-            index: value
-            for (index, _), value in zip(program.outputs, results.outputs, strict=True)
+            index: value for (index, _), value in zip(program.outputs, results.outputs, strict=True)
         }
         found: list[Any] = []
         for index, output in enumerate(plan.dag.outputs):
@@ -366,7 +395,8 @@ class CompiledStep:
         targets = [values[position] for position, _ in program.grads]
         return attach(state, results.loss, targets, list(results.grads))
 
-    # --- sessions -----------------------------------------------------------------------------------------------------
+    # --- sessions ---------------------------------------------------------------------------------
+    # --------------------
 
     def _visit(self, now: Session, values: Sequence[Any]) -> list[Any]:
         """Plan or prepare, and give stand-ins whose place in the model's output tells which output is where."""
@@ -382,6 +412,8 @@ class CompiledStep:
                 entry = self._entry(values, comm)
                 state = self._state(values, entry.plan, comm)
                 state.last = entry.plan
+                if self._loss is not None:
+                    state.loss = (len(outputs), self._loss, str(outputs[self._loss]))
                 now.plans.append(entry.plan)
         found: list[Any] = []
         for index, node in enumerate(outputs):
@@ -390,9 +422,6 @@ class CompiledStep:
                 found[-1].index = index
             else:
                 found.append(None)
-        for value in values:
-            if isinstance(value, Tensor):
-                compat.unmark_dynamic(value)
         return found
 
 
@@ -421,13 +450,19 @@ def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:
         lines.append(name)
         entries: dict[tuple[str, int], int] = {}
         for node in module.graph.nodes:
-            if node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), Tensor):
+            if node.op == "get_attr" and isinstance(
+                getattr(module, str(node.target), None), Tensor
+            ):
                 return None
             custom = {}
             for key, value in (node.meta.get("custom") or {}).items():
                 if key.endswith("#entry"):
                     value = entries.setdefault((key, value), len(entries))
                 custom[key] = value
-            target = node.target if isinstance(node.target, str) else compat.target_name(node.target)
-            lines.append(f"{node.op} {node.name} {target} {node.args} {node.kwargs} {custom} {node.stack_trace}")
+            target = (
+                node.target if isinstance(node.target, str) else compat.target_name(node.target)
+            )
+            lines.append(
+                f"{node.op} {node.name} {target} {node.args} {node.kwargs} {custom} {node.stack_trace}"
+            )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

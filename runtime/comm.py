@@ -1,7 +1,8 @@
 """What a rank program asks of communication, and how torch.distributed gives it.
 
-Sends are asynchronous and first-in first-out per channel; receives are posted in the order the peer sends. A message's tag
-is its position in the channel, so that the two ends must agree on which message it is.
+Sends are asynchronous and first-in first-out per channel; receives are posted in the order the peer
+sends. A message's tag is its position in the channel, so that the two ends must agree on which
+message it is.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Runs one rank's emitted program.
 
-The program is an ordinary Python module with a function `step(rt, state, data, weights)`; `rt` is the `Runtime` below. A
-failure is told as the instruction it happened in, with the user's own source line.
+The program is an ordinary Python module with a function `step(rt, state, data, weights)`; `rt` is
+the `Runtime` below. A failure is told as the instruction it happened in, with the user's own source
+line.
 """
 
 import linecache
@@ -47,7 +48,8 @@ class BoundChunk:
 def call_chunk(chunk: BoundChunk) -> Callable[..., Sequence[Any]]:
     """A chunk as programs call it: `[results..., bundle] = chunk([primals], bundle, [tangents])`.
 
-    The lists are emptied, so a value that the program does not hold either dies at its last use inside the chunk.
+    The lists are emptied, so a value that the program does not hold either dies at its last use
+    inside the chunk.
     """
     fn, count = chunk.fn, chunk.num_results
 

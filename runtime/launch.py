@@ -1,6 +1,7 @@
 """Starting ranks, and finding out which rank this is.
 
-Engines: "local" starts processes on this machine over loopback; "torchrun" joins the processes that torchrun has started;
+Engines: "local" starts processes on this machine over loopback; "torchrun" joins the processes
+    that torchrun has started;
 "inprocess" runs all ranks as cooperative threads of this process.
 """
 
@@ -67,7 +68,8 @@ def launch(
     """Call `fn()` once per rank with the process group ready.
 
     Args:
-        fn: A function without arguments; for "local" it must be importable (defined at the top of a module).
+        fn: A function without arguments; for "local" it must be importable (defined at the top
+            of a module).
         ranks: How many ranks.
         engine: "local", "torchrun" or "inprocess".
         timeout_s: Seconds that a rank may wait for another before it fails.
@@ -126,7 +128,10 @@ def _spawn(fn: Callable[[], Any], ranks: int, timeout_s: float) -> list[Any]:
     port = _free_port()
     processes = [
         context.Process(
-            target=_body, args=(fn, r, ranks, port, timeout_s, results), name=f"rank {r}", daemon=False
+            target=_body,
+            args=(fn, r, ranks, port, timeout_s, results),
+            name=f"rank {r}",
+            daemon=False,
         )
         for r in range(ranks)
     ]
@@ -182,7 +187,10 @@ def _collect(processes: list[Any], results: Any, ranks: int) -> list[Any]:
         except queue.Empty:
             for r, process in enumerate(processes):
                 if process.exitcode not in (None, 0) and r not in failures and r not in found:
-                    failures[r] = (time.time(), f"the process ended with exit code {process.exitcode}")
+                    failures[r] = (
+                        time.time(),
+                        f"the process ended with exit code {process.exitcode}",
+                    )
         if failures:
             first_failure = first_failure or time.monotonic()
             if time.monotonic() - first_failure > GRACE_S:
@@ -206,7 +214,12 @@ def _collect(processes: list[Any], results: Any, ranks: int) -> list[Any]:
 
 def _root_cause(failures: dict[int, tuple[float, str]]) -> int:
     """The first failure that is not only the echo of another rank's end."""
-    echoes = ("Connection closed by peer", "Connection reset", "waits for", "did not start this step")
+    echoes = (
+        "Connection closed by peer",
+        "Connection reset",
+        "waits for",
+        "did not start this step",
+    )
     ordered = sorted(failures, key=lambda r: failures[r][0])
     causes = [r for r in ordered if not any(e in failures[r][1] for e in echoes)]
     return (causes or ordered)[0]

@@ -1,7 +1,8 @@
 """The in-process communicator: all ranks of a job as threads of one process, of which exactly one runs at a time.
 
-A rank runs until it waits for something that is not there; then the next rank that can go on is given the turn, in rank
-order. So runs are deterministic, a debugger sees all ranks, and a deadlock shows at once: nobody can go on.
+A rank runs until it waits for something that is not there; then the next rank that can go on is
+given the turn, in rank order. So runs are deterministic, a debugger sees all ranks, and a deadlock
+shows at once: nobody can go on.
 """
 
 import threading
@@ -202,7 +203,9 @@ class LocalCommunicator:
         if self.world.left[key] == len(members):
             del self.world.meetings[key], self.world.left[key]
         if tuple(result.shape) != tuple(like.shape):
-            raise PiperRuntimeError(f"{name}: got {tuple(result.shape)}, expected {tuple(like.shape)}")
+            raise PiperRuntimeError(
+                f"{name}: got {tuple(result.shape)}, expected {tuple(like.shape)}"
+            )
         return result
 
     def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:

@@ -34,7 +34,8 @@ def is_random(node: Node) -> bool:
     """Whether an operator draws random numbers."""
     target = node.target
     return (
-        isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
     )
 
 

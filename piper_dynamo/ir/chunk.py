@@ -1,6 +1,7 @@
 """Chunks: the compute of one task as a flat graph of its own, and the structural key that equal chunks share.
 
-A chunk is called with one list that holds its inputs, which it empties: what the caller does not hold dies at its last use.
+A chunk is called with one list that holds its inputs, which it empties: what the caller does not
+hold dies at its last use.
 """
 
 import hashlib
@@ -24,7 +25,8 @@ class Chunk:
         graph: Placeholders are the inputs in order, the output node holds the outputs in order.
         inputs: Spec of each input (None for a number).
         outputs: Spec of each output (None for a None).
-        shares: For each output, whose memory it is: the index of an input, or -1 - the index of the first output that has it.
+        shares: For each output, whose memory it is: the index of an input, or -1 - the index of
+            the first output that has it.
         num_results: Outputs that are values of the DAG; those after them go into the bundle.
         is_random: Whether it draws random numbers.
         matmuls: How many matrix products and convolutions it runs.

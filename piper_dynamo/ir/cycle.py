@@ -36,7 +36,8 @@ def find_cycle(successors: Sequence[Sequence[int]]) -> list[int]:
             count[target] -= 1
             if count[target] == 0:
                 ready.append(target)
-    # What is left can reach a cycle or is on one. Walking backwards stays among vertices with a predecessor left.
+    # What is left can reach a cycle or is on one. Walking backwards stays among vertices with a
+    # predecessor left.
     left = [v for v in range(len(successors)) if alive[v]]
     if not left:
         return []
@@ -53,7 +54,9 @@ def find_cycle(successors: Sequence[Sequence[int]]) -> list[int]:
     return _shortest_cycle(successors, alive, vertex)
 
 
-def _shortest_cycle(successors: Sequence[Sequence[int]], alive: list[bool], start: int) -> list[int]:
+def _shortest_cycle(
+    successors: Sequence[Sequence[int]], alive: list[bool], start: int
+) -> list[int]:
     """Breadth-first from `start` back to itself; `start` is known to be on a cycle."""
     parent: dict[int, int] = {}
     frontier = [start]

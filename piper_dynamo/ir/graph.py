@@ -1,9 +1,11 @@
 """The Global Training DAG: one step of the whole job as an FX graph.
 
-Nodes: placeholders (parameters, buffers, data, loss weights), `call_module` for chunks, `call_function` for slices,
-accumulation, communication and the pick of one result (`operator.getitem`). Every node but placeholders and picks has a
-frozen `Task` in `meta["task"]`; every value has a `TensorSpec` in `meta["spec"]`; orders are kept beside the graph as
-pairs of nodes, the only edges that carry no value. The output node names what a step gives back.
+Nodes: placeholders (parameters, buffers, data, loss weights), `call_module` for chunks,
+    `call_function` for slices,
+accumulation, communication and the pick of one result (`operator.getitem`). Every node but
+placeholders and picks has a frozen `Task` in `meta["task"]`; every value has a `TensorSpec` in
+`meta["spec"]`; orders are kept beside the graph as pairs of nodes, the only edges that carry no
+value. The output node names what a step gives back.
 """
 
 import operator

@@ -1,6 +1,7 @@
 """The captured call: the joint graph of one microbatch and what its ends are.
 
-Terms: an *argument* is a placeholder of Dynamo's graph (parameter, buffer, data or number); a *microbatch* is one of the
+Terms: an *argument* is a placeholder of Dynamo's graph (parameter, buffer, data or number); a
+    *microbatch* is one of the
 equal slices of the data arguments along their batch dims.
 """
 
@@ -70,7 +71,8 @@ class Capture:
     """The joint (or forward) graph of one microbatch and what its ends are.
 
     Attributes:
-        graph: Placeholders are those of `args` in order, then the loss's tangent; the output node is an empty tuple's.
+        graph: Placeholders are those of `args` in order, then the loss's tangent; the output
+            node is an empty tuple's.
         args: The arguments, in order of position.
         placeholders: Placeholder name of each argument that the graph takes, by position.
         tangent: Name of the placeholder of the loss's gradient; None in a forward graph.

@@ -1,7 +1,8 @@
 """The functions that nodes of the Global Training DAG call beside chunks.
 
-Those before placement compute, so that the DAG runs on one process; those that only a rank program can do (`send`,
-`recv`, the collectives) raise when called, and their shapes come from `result_spec`.
+Those before placement compute, so that the DAG runs on one process; those that only a rank program
+can do (`send`, `recv`, the collectives) raise when called, and their shapes come from
+`result_spec`.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,9 @@ def nothing() -> tuple[()]:
 
 
 def _only_in_programs(name: str) -> PiperError:
-    return PiperError(f"{name} runs in a rank program only; use the in-process communicator to run a placed plan")
+    return PiperError(
+        f"{name} runs in a rank program only; use the in-process communicator to run a placed plan"
+    )
 
 
 def send(value: Tensor, *, source: tuple[int, ...], target: tuple[int, ...]) -> Tensor:
@@ -110,7 +113,9 @@ def result_spec(kind: Kind, spec: TensorSpec, group_size: int) -> TensorSpec:
         rows *= group_size
     elif kind is Kind.REDUCE_SCATTER:
         if rows % group_size:
-            raise PiperError(f"reduce_scatter: dim 0 of {spec} does not divide over {group_size} ranks")
+            raise PiperError(
+                f"reduce_scatter: dim 0 of {spec} does not divide over {group_size} ranks"
+            )
         rows //= group_size
     elif kind is Kind.ALL_TO_ALL and rows % group_size:
         raise PiperError(f"all_to_all: dim 0 of {spec} does not divide over {group_size} ranks")

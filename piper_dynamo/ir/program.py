@@ -1,10 +1,12 @@
 """The rank program: what one rank does in one step, as a flat tuple of instructions.
 
-Terms: a *register* holds one value; a *handle* is a register for a message that has been posted and not yet waited for;
-a *channel* is the ordered messages from one rank to another; a *bundle* is the list of values kept for a later phase.
+Terms: a *register* holds one value; a *handle* is a register for a message that has been posted
+    and not yet waited for;
+a *channel* is the ordered messages from one rank to another; a *bundle* is the list of values kept
+for a later phase.
 
-A program knows nothing of strategies. It is what the verifier proves, the simulator times, and the runtime runs. The text
-form of an instruction is strict: `Instr.parse(str(i)) == i`.
+A program knows nothing of strategies. It is what the verifier proves, the simulator times, and the
+runtime runs. The text form of an instruction is strict: `Instr.parse(str(i)) == i`.
 """
 
 import json
@@ -47,9 +49,11 @@ class Instr:
 
     Attributes:
         op: What it does.
-        task: The task it belongs to, e.g. `F.PP0.MB3`; a message's task is the one that makes the value.
+        task: The task it belongs to, e.g. `F.PP0.MB3`; a message's task is the one that makes
+            the value.
         outputs: Registers it writes.
-        inputs: Registers it reads. RUN: primals then tangents. ACCUMULATE: the sum (if it exists), then the part.
+        inputs: Registers it reads. RUN: primals then tangents. ACCUMULATE: the sum (if it
+            exists), then the part.
         target: RUN: name of the chunk.
         bundle_in: RUN: register of the bundle it takes and empties.
         bundle_out: RUN: register of the bundle it leaves.
@@ -164,7 +168,8 @@ class RankProgram:
         grads: Argument position and register of each gradient this rank ends with.
         buffers: Argument position and register of each buffer's new value.
         chunks: Structural key of each chunk name.
-        peak_bytes: Predicted peak of what the step allocates, without parameters and gradients held before it.
+        peak_bytes: Predicted peak of what the step allocates, without parameters and gradients
+            held before it.
     """
 
     rank: int

@@ -1,12 +1,15 @@
 """Names of the units of work.
 
-Terms: a *region* is a set of forward nodes with the same tags and the backward nodes that come from them; a *pass* is
+Terms: a *region* is a set of forward nodes with the same tags and the backward nodes that come
+    from them; a *pass* is
 one of F, B, BI, BW; a *task* is one pass of one region for one microbatch, run by one device group.
 
-The text form of a task is strict: `TaskName.parse(str(name)) == name`, and anything else is refused.
+The text form of a task is strict: `TaskName.parse(str(name)) == name`, and anything else is
+refused.
 
     F.PP0.MB3        forward of region PP=0, microbatch 3
-    BI.PP1.EP2.v1    input-gradient work of the second visit to region PP=1, EP=2, before the batch is split
+    BI.PP1.EP2.v1    input-gradient work of the second visit to region PP=1, EP=2, before the batch
+    is split
 """
 
 import re

@@ -1,10 +1,12 @@
 """The proof that a job's rank programs are safe, on the programs that run.
 
-Nodes of the happens-before graph: the issue and the completion of every instruction. Edges: host order on a rank (a host
-wait, its own or a message's, holds back every later issue), data, completion of a message only after both its ends are
-issued and after the messages before it in its channel, completion of a collective only after every member has issued it.
+Nodes of the happens-before graph: the issue and the completion of every instruction. Edges: host
+order on a rank (a host wait, its own or a message's, holds back every later issue), data,
+completion of a message only after both its ends are issued and after the messages before it in its
+channel, completion of a collective only after every member has issued it.
 
-Formal: acyclic(happens-before)  =>  no run of these programs deadlocks, given asynchronous sends and FIFO channels.
+Formal: acyclic(happens-before)  =>  no run of these programs deadlocks, given asynchronous
+    sends and FIFO channels.
 """
 
 from collections.abc import Sequence
@@ -19,8 +21,9 @@ def verify(programs: Sequence[RankProgram]) -> None:
     """Prove the programs of all ranks safe together.
 
     Raises:
-        PiperPlanError: Lists every fault: messages that do not match, registers read before they are written or after
-            they are freed, collectives in different orders, gradients not given, and, if these hold, a deadlock's cycle.
+        PiperPlanError: Lists every fault: messages that do not match, registers read before
+            they are written or after they are freed, collectives in different orders, gradients not
+            given, and, if these hold, a deadlock's cycle.
     """
     faults = [
         *_check_registers(programs),
@@ -36,7 +39,12 @@ def verify(programs: Sequence[RankProgram]) -> None:
         raise PiperPlanError(
             format_error(
                 f"the plan deadlocks: {shown} wait for one another",
-                {"cycle": "\n".join(_arrow(programs, a, b) for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True))},
+                {
+                    "cycle": "\n".join(
+                        _arrow(programs, a, b)
+                        for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True)
+                    )
+                },
                 hint="change the order of one of these tasks",
             )
         )
@@ -57,13 +65,17 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
         for index, instr in enumerate(program.instrs):
             for reg in instr.reads():
                 if reg not in alive:
-                    faults.append(f"{where(programs, program.rank, index)}: {reg!r} is read before it is written, or after its free")
+                    faults.append(
+                        f"{where(programs, program.rank, index)}: {reg!r} is read before it is written, or after its free"
+                    )
             if instr.op is Op.FREE:
                 alive -= set(instr.inputs)
                 continue
             for reg in instr.writes():
                 if reg in alive and reg != "_" and instr.op is not Op.ACCUMULATE:
-                    faults.append(f"{where(programs, program.rank, index)}: {reg!r} is written twice")
+                    faults.append(
+                        f"{where(programs, program.rank, index)}: {reg!r} is written twice"
+                    )
                 alive.add(reg)
         missing = sorted(program.results() - alive)
         if missing:
@@ -84,7 +96,9 @@ def _check_messages(programs: Sequence[RankProgram]) -> list[str]:
                 channel = (program.rank, instr.peer) if outward else (instr.peer, program.rank)
                 by_op[instr.op].setdefault(channel, []).append((instr.message, index))
                 if instr.peer == program.rank or not 0 <= instr.peer < len(programs):
-                    faults.append(f"{where(programs, program.rank, index)}: rank {instr.peer} cannot be its peer")
+                    faults.append(
+                        f"{where(programs, program.rank, index)}: rank {instr.peer} cannot be its peer"
+                    )
     channels = sorted({channel for found in by_op.values() for channel in found})
     for channel in channels:
         source, target = channel
@@ -102,7 +116,9 @@ def _check_messages(programs: Sequence[RankProgram]) -> list[str]:
                 )
         if faults:
             continue
-        for (message, i), (_, j) in zip(by_op[Op.SEND][channel], by_op[Op.POST][channel], strict=True):
+        for (message, i), (_, j) in zip(
+            by_op[Op.SEND][channel], by_op[Op.POST][channel], strict=True
+        ):
             sent, posted = programs[source].instrs[i], programs[target].instrs[j]
             if _wire(sent) != _wire(posted) or sent.task != posted.task:
                 faults.append(
@@ -124,7 +140,9 @@ def _check_collectives(programs: Sequence[RankProgram]) -> list[str]:
         for index, instr in enumerate(program.instrs):
             if instr.op in COLLECTIVES:
                 if program.rank not in instr.group:
-                    faults.append(f"{where(programs, program.rank, index)}: is not in its group {instr.group}")
+                    faults.append(
+                        f"{where(programs, program.rank, index)}: is not in its group {instr.group}"
+                    )
                 issued.setdefault(instr.group, {}).setdefault(program.rank, []).append(instr)
     for group, found in issued.items():
         lists = {rank: [(i.op, i.task, _wire(i)) for i in found.get(rank, [])] for rank in group}
@@ -223,7 +241,9 @@ class _HappensBefore:
         """The points of a shortest cycle, one per instruction."""
         found = [self.points[v] for v in find_cycle(self.successors)]
         return [
-            p for i, p in enumerate(found) if (p.rank, p.index) != (found[i - 1].rank, found[i - 1].index)
+            p
+            for i, p in enumerate(found)
+            if (p.rank, p.index) != (found[i - 1].rank, found[i - 1].index)
         ]
 
 

@@ -1,7 +1,7 @@
 """A plan: the whole job of one step, made without devices, weights or processes.
 
-One capture serves many strategies: the template (the one-microbatch DAG and its chunks) is kept by what was captured, and
-another strategy over the same model starts from it.
+One capture serves many strategies: the template (the one-microbatch DAG and its chunks) is kept by
+what was captured, and another strategy over the same model starts from it.
 """
 
 import hashlib
@@ -208,7 +208,15 @@ def template_of(
         loss: Which output is the loss, or None to find it.
         training: With the backward.
     """
-    full = (key, args, tuple(sorted(numbers.items())), tuple(sorted(dims.items())), num_microbatches, loss, training)
+    full = (
+        key,
+        args,
+        tuple(sorted(numbers.items())),
+        tuple(sorted(dims.items())),
+        num_microbatches,
+        loss,
+        training,
+    )
     if key is not None and full in _templates:
         return _templates[full]
     captured = capturing.trace(
@@ -245,11 +253,15 @@ def refuse_unsupported(strategy: Strategy) -> None:
     for directive in strategy.directives:
         if isinstance(directive, Replicate | Shard):
             faults.append(f"{directive!r} at {directive.where}")
+        if isinstance(directive, OrderDirective) and directive.stream is not None:
+            faults.append(f"Order(stream={directive.stream!r}) at {directive.where}")
     split = split_of(strategy)
     if split.dim != "MB":
         faults.append(f"Split(dim={split.dim!r}): the microbatch tag is 'MB' for now")
     if split.filter.items:
-        faults.append(f"Split({split.filter!r}): only the whole model can be split for now; use Split({{}}, ...)")
+        faults.append(
+            f"Split({split.filter!r}): only the whole model can be split for now; use Split({{}}, ...)"
+        )
     if faults:
         raise PiperStrategyError(
             format_error(

@@ -1,0 +1,91 @@
+"""Mesh: the ranks of a job as a grid with named axes, where a group is not simply "all devices of the region"."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from piper_dynamo.values import Faults, code, is_whole, user_line
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Mesh:
+    """Ranks 0 to size-1 laid out row-major: the last axis runs fastest.
+
+    mesh = Mesh((2, 2, 2), ("pp", "dp", "ep"));  mesh.ranks(pp=0) == [0, 1, 2, 3];  mesh.ranks(dp=1,
+    ep=0) == [2, 6]
+
+    Attributes:
+        shape: Size of each axis.
+        names: Name of each axis.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __init__(self, shape: Sequence[int], names: Sequence[str]) -> None:
+        """Check and store.
+
+        Raises:
+            PiperStrategyError: Sizes below 1, names that repeat, or not one name per size.
+        """
+        faults = Faults("piper.Mesh", user_line())
+        if isinstance(shape, str) or not isinstance(shape, Sequence) or not shape:
+            faults.add("shape", shape, "must be a tuple of one or more sizes, such as (2, 2)")
+        elif not all(is_whole(size) and size >= 1 for size in shape):
+            faults.add("shape", shape, "each size must be a whole number of at least 1")
+        faults.names("names", names)
+        if not faults and len(shape) != len(names):
+            faults.say(f"{len(shape)} sizes but {len(names)} names; give one name per size")
+        faults.check()
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "names", tuple(names))
+
+    def __repr__(self) -> str:
+        return f"piper.Mesh({code(self.shape)}, {code(self.names)})"
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.shape)
+
+    def axis_size(self, name: str) -> int:
+        """Number of ranks along the axis `name`.
+
+        Raises:
+            PiperStrategyError: There is no such axis.
+        """
+        self._check_axes("axis_size", [name])
+        return self.shape[self.names.index(name)]
+
+    def ranks(self, **coords: int | Sequence[int]) -> list[int]:
+        """The ranks at these coordinates, ascending.
+
+        Args:
+            **coords: An index, or several, per axis; an axis left out takes all its indices.
+
+        Raises:
+            PiperStrategyError: There is no such axis, or an index is outside it.
+        """
+        self._check_axes("ranks", coords)
+        faults = Faults(f"{self!r}.ranks", user_line())
+        wanted: list[Sequence[int]] = []
+        for name, size in zip(self.names, self.shape, strict=True):
+            given = coords.get(name, range(size))
+            several = [given] if isinstance(given, int) else list(given)
+            if not several or not all(is_whole(one) and 0 <= one < size for one in several):
+                faults.add(name, given, f"must be in 0-{size - 1}")
+            wanted.append(several)
+        faults.check()
+        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        points = product(*wanted)
+        return sorted({sum(i * s for i, s in zip(at, strides, strict=True)) for at in points})
+
+    def _check_axes(
+        self, method: str, names: Sequence[str] | dict[str, int | Sequence[int]]
+    ) -> None:
+        faults = Faults(f"{self!r}.{method}", user_line())
+        for name in names:
+            if name not in self.names:
+                faults.say(f"there is no axis {name!r}; there are: {', '.join(self.names)}")
+        faults.check()

@@ -1,0 +1,66 @@
+"""Tags by module path: `regions={"layers.[0-3]": {"PP": 0}}`, the model's source untouched.
+
+A node is in every module of its `nn_module_stack`; the deepest module that a pattern matches
+decides (submodules inherit), and of several patterns for one module the longest. A tag that
+`piper.annotate` wrote stays: it is nearer to the code.
+"""
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import fx
+from torch.fx.node import Node
+
+from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.joint import ENTRY, PREFIX
+
+
+def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) -> None:
+    """Write the tags of matching module paths into the nodes of Dynamo's graph, nested graphs included.
+
+    Args:
+        gm: Dynamo's graph.
+        regions: Tags by fnmatch pattern over module paths, e.g. `layers.0.attention`.
+
+    Raises:
+        PiperCaptureError: A pattern matches no module of the call; near misses are listed.
+    """
+    paths: set[str] = set()
+    used: set[str] = set()
+    for graph in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
+        for node in graph.graph.nodes:
+            stack = _module_paths(node)
+            paths.update(stack)
+            tags: dict[str, int] = {}
+            for path in stack:  # outermost first: deeper modules overwrite
+                matching = [p for p in regions if fnmatchcase(path, p)]
+                used.update(matching)
+                if matching:
+                    tags = dict(regions[max(matching, key=len)])
+            if not tags:
+                continue
+            custom = dict(node.meta.get("custom") or {})
+            for tag, index in tags.items():
+                if PREFIX + tag + ENTRY not in custom:
+                    custom.setdefault(PREFIX + tag, index)
+            node.meta["custom"] = custom
+    missing = [p for p in regions if p not in used]
+    if missing:
+        near = {p: difflib.get_close_matches(p, sorted(paths), n=3, cutoff=0.3) for p in missing}
+        raise PiperCaptureError(
+            format_error(
+                "a pattern of regions= matches no module that the call runs",
+                {repr(p): "close: " + (", ".join(near[p]) or "nothing") for p in missing},
+                hint="patterns are fnmatch patterns over module paths, as in model.named_modules()",
+            )
+        )
+
+
+def _module_paths(node: Node) -> list[str]:
+    """Paths of the modules a node was traced in, outermost first, without the name of the root."""
+    found = []
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        _, bracket, inner = path.partition("]")
+        found.append((inner if bracket else path).lstrip("."))
+    return found
