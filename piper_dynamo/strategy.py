@@ -423,3 +423,34 @@ def _is_positive(value: object) -> bool:
 
 Directive: TypeAlias = Split | Place | Replicate | Shard | Order
 _D = TypeVar("_D", Split, Place, Replicate, Shard, Order)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Strategy(_Record):
+    """All that is asked for; the order of directives does not matter.
+
+    Attributes:
+        directives: What was asked.
+        mesh: Named axes over the ranks.
+        loss: Which output is the loss: a key, an index, or a path.
+        regions: Tags by fnmatch pattern over module paths.
+    """
+
+    directives: tuple[Directive, ...]
+    mesh: Mesh | None = None
+    loss: "LossPath | None" = None
+    regions: FrozenMap[str, FrozenMap[str, int]] | None = None
+
+    def __init__(
+        self,
+        *directives: Directive,
+        mesh: Mesh | None = None,
+        loss: "LossPath | None" = None,
+        regions: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        self._store(directives=tuple(directives), mesh=mesh, loss=loss)
+        self._store(regions=FrozenMap({k: FrozenMap(dict(v)) for k, v in regions.items()}) if regions else None)
+
+    def of(self, kind: type[_D]) -> tuple[_D, ...]:
+        """The directives of one type."""
+        return tuple(d for d in self.directives if isinstance(d, kind))
