@@ -135,6 +135,7 @@ class _Lowering:
         self.known: set[Node] = set()
         self.waiting: dict[Node, int] = {}
         self.sums: set[Node] = set()
+        self.issued: set[Node] = set()
 
     def run(self, tasks: list[Node], others: list[Node]) -> None:
         """Emit the compute tasks in order, everything else around them."""
@@ -162,7 +163,10 @@ class _Lowering:
                 continue
             for source in node.all_input_nodes:
                 made = producer(source).meta.get("task")
-                if made is not None and (made.kind is Kind.RECV or producer(source) in late):
+                if made is None:
+                    continue
+                waits = made.kind is Kind.RECV or made.kind in _COLLECTIVES
+                if waits or producer(source) in late:
                     late.add(node)
         return late
 
@@ -249,6 +253,8 @@ class _Lowering:
             self._slice(value, task)
         elif task.kind is Kind.RECV:
             self._wait(value, task)
+        elif task.kind in _COLLECTIVES:
+            self._finish_collective(value, task)
         else:
             return
         self._made(value)
@@ -284,7 +290,7 @@ class _Lowering:
                 task=str(task.name or task.label),
                 outputs=(node.name,),
                 inputs=(handle,),
-                peer=int(source[self.place]),
+                peer=int(str(source[self.place])),
                 spec=node.meta["spec"],
                 nbytes=(0,),
                 stream=task.stream,
@@ -306,7 +312,7 @@ class _Lowering:
                 instr = Instr(
                     op=Op.SEND,
                     inputs=(inputs[0],),
-                    peer=int(target[self.place]),
+                    peer=int(str(target[self.place])),
                     spec=spec,
                     target=node.name,  # becomes the position in the channel
                     stream=task.stream,
@@ -340,7 +346,7 @@ class _Lowering:
                     **common,
                 )
             case Kind.ALL_REDUCE | Kind.ALL_GATHER | Kind.REDUCE_SCATTER | Kind.ALL_TO_ALL:
-                self._collective(node, task, common)
+                self._collective(node, task)
                 return
             case _:
                 raise AssertionError(f"{task.kind} is lowered elsewhere")
@@ -348,35 +354,44 @@ class _Lowering:
         if instr.outputs:
             self._made(node)
 
-    def _collective(self, node: Node, task: Task, common: dict[str, Any]) -> None:
+    def _collective(self, node: Node, task: Task) -> None:
+        """Start a collective; whoever uses its value first waits for it."""
         group = node.kwargs["group"]
-        assert isinstance(group, tuple | list)
-        spec: TensorSpec = node.meta["spec"]
-        handle = f"h_{node.name}"
         source = node.args[0]
+        assert isinstance(group, tuple | list)
         assert isinstance(source, Node)
-        self.draft.instrs += [
+        spec: TensorSpec = node.meta["spec"]
+        self._ensure(source)
+        self.issued.add(node)
+        self.draft.instrs.append(
             Instr(
                 op=_COLLECTIVES[task.kind],
-                outputs=(handle,),
+                task=str(task.name or task.label),
+                outputs=(f"h_{node.name}",),
                 inputs=(source.name,),
-                group=tuple(int(r) for r in group if isinstance(r, int)),
+                group=tuple(int(str(r)) for r in group),
                 spec=spec,
                 nbytes=(spec.nbytes,),
                 stream=task.stream,
-                **common,
-            ),
+                where=task.where,
+            )
+        )
+
+    def _finish_collective(self, node: Node, task: Task) -> None:
+        if node not in self.issued:
+            self._collective(node, task)
+        self.draft.instrs.append(
             Instr(
                 op=Op.WAIT,
+                task=str(task.name or task.label),
                 outputs=(node.name,),
-                inputs=(handle,),
-                spec=spec,
+                inputs=(f"h_{node.name}",),
+                spec=node.meta["spec"],
                 nbytes=(0,),
                 stream=task.stream,
-                **common,
-            ),
-        ]
-        self._made(node)
+                where=task.where,
+            )
+        )
 
 
 def _result_nodes(dag: Dag) -> list[Node]:

@@ -208,6 +208,7 @@ class CompiledStep:
         key = (*self._sizes(values), comm.world_size, comm.rank)
         if key not in self._entries:
             plan = self._plan(values, comm.world_size)
+            comm.prepare_groups(sorted({i.group for p in plan.programs for i in p.instrs if i.group}))
             program = plan.programs[comm.rank]
             wanted = {name: plan.chunks[name] for name, _ in program.chunks}
             functions = compile_chunks(wanted, self._options.compile or "aten")

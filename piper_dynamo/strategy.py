@@ -1,456 +1,174 @@
-"""Directives and strategies: what the user asks for, as frozen records.
+"""Strategies: everything a user asks for about one step.
 
-Terms: a *directive* is one request about the tasks its filter matches; a *strategy* is all of
-    them, in any order, with
-the mesh and the names that they use. Both compare by value, hash, copy, pickle and print as the
-code that builds them (functions print by name). Each checks what can be known without a model; the
-passes check the rest.
+Terms: a *strategy* is a set of directives, in any order, with the mesh whose axes they name, which output is the loss, and
+which module paths make regions. It compares by value, hashes, copies, pickles, prints as the code that builds it, and
+round-trips through JSON.
 
-Signature: what the user writes -> records that `piper_dynamo.passes` reads.
+Signature: directives -> one record, checked for what can be known without a model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from math import isfinite
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, get_args
 
-from piper_dynamo.filters import Filter, FilterLike
+from piper_dynamo import strategy_json
+from piper_dynamo.directives import Directive, Order, Place, Replicate, Shard, Split
+from piper_dynamo.filters import Filter
 from piper_dynamo.ir.task import is_tag_name
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.values import Faults, FrozenMap, code, is_whole, user_line
 
-__all__ = [
-    "Directive",
-    "Filter",
-    "Mesh",
-    "Order",
-    "Place",
-    "Replicate",
-    "Shard",
-    "Split",
-    "Strategy",
-]
+__all__ = ["Directive", "Filter", "Mesh", "Order", "Place", "Replicate", "Shard", "Split", "Strategy"]
 
-Rule: TypeAlias = "int | Literal['replicate']"
-Weight: TypeAlias = Callable[..., Any]
-Loss: TypeAlias = "Literal['mean', 'sum'] | Weight"
-Keep: TypeAlias = "Literal['chunk', 'step'] | int"
-GroupLike: TypeAlias = "FilterLike | Filter | Sequence[FilterLike | Filter]"
 LossPath: TypeAlias = "str | int | tuple[str | int, ...]"
+RegionTags: TypeAlias = FrozenMap[str, int]
 
-
-def _where() -> Any:
-    """The field every directive has: the user's `file:line`, no part of its value."""
-    return field(default="", init=False, compare=False, repr=False)
-
-
-class _Record:
-    """What the directives share: storing checked values, and printing as code."""
-
-    __slots__ = ()
-
-    def _store(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def __repr__(self) -> str:
-        parts = []
-        for position, one in enumerate(fields(self)):  # type: ignore[arg-type]  # every subclass is one
-            value = getattr(self, one.name)
-            if position == 0:
-                parts.append(code(value))
-            elif one.repr and value != one.default:
-                value = list(value) if one.name == "devices" else value
-                parts.append(f"{one.name}={code(value)}")
-        return f"piper.{type(self).__name__}({', '.join(parts)})"
-
-
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class Split(_Record):
-    """Run the matched part once per microbatch.
-
-    rewrite:   the matched tasks -> a copy per microbatch; gradients and losses combined over
-        the copies
-    requires:  every sliced input's size divides by `num_microbatches`
-    keeps:     values up to summation order, of the model run on each microbatch in turn
-
-    Attributes:
-        filter: What is copied; `{}` is the whole model.
-        dim: The tag that numbers the copies.
-        num_microbatches: How many copies.
-        inputs: By argument name, the dim it is sliced along, or "replicate"; the others along
-            dim 0.
-        loss: How the copies' losses combine: "mean", "sum", or a function that is called with a
-            microbatch's forward arguments and returns its weight, a scalar, in the mean.
-        where: The user's line.
-    """
-
-    filter: Filter
-    dim: str = "MB"
-    num_microbatches: int = 1
-    inputs: FrozenMap[str, Rule] | None = None
-    loss: Loss = "mean"
-    where: str = _where()
-
-    def __init__(
-        self,
-        filter: FilterLike | Filter,
-        *,
-        dim: str = "MB",
-        num_microbatches: int = 1,
-        inputs: Mapping[str, Rule] | None = None,
-        loss: Loss = "mean",
-    ) -> None:
-        """Check and store.
-
-        Raises:
-            PiperStrategyError: Lists every argument that is not allowed.
-        """
-        where = user_line()
-        faults = Faults("piper.Split", where)
-        wanted = _region_filter(filter, faults)
-        if not isinstance(dim, str) or not (dim == "MB" or is_tag_name(dim)):
-            faults.add(
-                "dim", dim, 'must be a tag name that ends in a letter or "_"; the usual one is "MB"'
-            )
-        elif dim in wanted.tags:
-            faults.say(
-                f"filter asks for {dim!r}, the tag that this Split makes; leave it out of the filter"
-            )
-        faults.whole("num_microbatches", num_microbatches, 1, "1 leaves the batch whole")
-        rules: dict[str, Rule] | None = None
-        if isinstance(inputs, Mapping):
-            rules = dict(inputs)
-            for name, rule in rules.items():
-                faults.name("inputs: the argument's name", name)
-                if not is_whole(rule) and rule != "replicate":
-                    faults.add(
-                        f"inputs[{name!r}]", rule, 'must be the dim to slice, or "replicate"'
-                    )
-        elif inputs is not None:
-            faults.add("inputs", inputs, 'must be a dict {argument: dim or "replicate"}, or None')
-        if loss not in ("mean", "sum") and not callable(loss):
-            faults.add("loss", loss, 'must be "mean", "sum", or a function that gives a weight')
-        faults.check()
-        self._store(
-            filter=wanted, dim=dim, num_microbatches=num_microbatches, loss=loss, where=where
-        )
-        self._store(inputs=FrozenMap(rules) if rules else None)
-
-
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class Place(_Record):
-    """Run the matched tasks on these ranks.
-
-    rewrite:   F.PP0 -> F.PP0 on `devices`; values that change group are sent
-    requires:  each task is placed once; the ranks are in the world; several ranks only with
-        Replicate or Shard
-    keeps:     values bitwise
-
-    Attributes:
-        filter: Which regions; with `MB`, for which microbatches. A backward runs where its
-            forward ran.
-        devices: Ranks, in replica order.
-        where: The user's line.
-    """
-
-    filter: Filter
-    devices: tuple[int, ...] = ()
-    where: str = _where()
-
-    def __init__(self, filter: FilterLike | Filter, devices: Sequence[int]) -> None:
-        """Check and store.
-
-        Raises:
-            PiperStrategyError: Lists every argument that is not allowed.
-        """
-        where = user_line()
-        faults = Faults("piper.Place", where)
-        wanted = _region_filter(filter, faults)
-        if is_whole(devices):
-            faults.add("devices", devices, f"must be a list of ranks; write devices=[{devices}]")
-        elif isinstance(devices, str) or not isinstance(devices, Sequence):
-            faults.add("devices", devices, "must be a list of ranks, such as [0, 1]")
-        elif not devices:
-            faults.add("devices", devices, "is empty; name at least one rank")
-        elif not all(is_whole(rank) and rank >= 0 for rank in devices):
-            faults.add("devices", devices, "each rank must be a whole number of at least 0")
-        elif len(set(devices)) < len(devices):
-            faults.add("devices", devices, "names a rank twice; name each once")
-        faults.check()
-        self._store(filter=wanted, devices=tuple(devices), where=where)
-
-
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class Replicate(_Record):
-    """Share the matched regions' data over replicas and reduce their gradients; ZeRO levels shard what is kept.
-
-    rewrite:   parameter gradients -> their mean over the replicas; parameters gathered where
-        `zero` shards them
-    requires:  a parameter is reduced by one Replicate only; all regions have equally many replicas
-    keeps:     values up to summation order, of one process on all replicas' data
-
-    What only sharding uses (`shard_axes`, `gather_stream`, `prefetch`, `keep`) has no effect where
-    `zero` shards nothing.
-
-    Attributes:
-        filter: Which regions.
-        axes: Mesh axes that number the replicas; None: all devices of the region.
-        shard_axes: Those of `axes` that shards lie on, whole along the others; None: all of `axes`.
-        zero: 0 keeps all whole; 1 shards optimizer state; 2 also gradients; 3 also parameters.
-        bucket_mb: Parameters are gathered and reduced in pieces of at most about this many MiB;
-            None: a region at once.
-        reduce_stream: Logical stream of the reductions.
-        gather_stream: Logical stream of the gathers.
-        prefetch: How many uses ahead a gather is issued.
-        keep: How long gathered parameters stay: until the end of the "chunk", of the "step", or
-            that many buckets.
-        where: The user's line.
-    """
-
-    filter: Filter
-    axes: tuple[str, ...] | None = None
-    shard_axes: tuple[str, ...] | None = None
-    zero: int = 0
-    bucket_mb: float | None = None
-    reduce_stream: str | None = None
-    gather_stream: str | None = None
-    prefetch: int = 1
-    keep: Keep = "chunk"
-    where: str = _where()
-
-    def __init__(  # noqa: PLR0913  (the design's arguments)
-        self,
-        filter: FilterLike | Filter,
-        *,
-        axes: Sequence[str] | None = None,
-        shard_axes: Sequence[str] | None = None,
-        zero: int = 0,
-        bucket_mb: float | None = None,
-        reduce_stream: str | None = None,
-        gather_stream: str | None = None,
-        prefetch: int = 1,
-        keep: Keep = "chunk",
-    ) -> None:
-        """Check and store.
-
-        Raises:
-            PiperStrategyError: Lists every argument that is not allowed.
-        """
-        where = user_line()
-        faults = Faults("piper.Replicate", where)
-        wanted = _region_filter(filter, faults)
-        replica_axes = _axes("axes", axes, faults)
-        shards = _axes("shard_axes", shard_axes, faults)
-        if replica_axes and shards and not set(shards) <= set(replica_axes):
-            faults.add("shard_axes", shards, f"must be a part of axes={replica_axes}")
-        if not is_whole(zero) or not 0 <= zero <= 3:
-            faults.add("zero", zero, "must be 0, 1, 2 or 3")
-        if bucket_mb is not None and not _is_positive(bucket_mb):
-            faults.add("bucket_mb", bucket_mb, "must be a number of MiB above 0, or None")
-        for argument, stream in (
-            ("reduce_stream", reduce_stream),
-            ("gather_stream", gather_stream),
-        ):
-            if stream is not None:
-                faults.name(argument, stream, "None leaves the stream to Piper")
-        faults.whole("prefetch", prefetch, 0, "0 gathers at the use itself")
-        if keep not in ("chunk", "step") and not (is_whole(keep) and keep >= 1):
-            faults.add(
-                "keep", keep, 'must be "chunk", "step", or how many buckets stay (at least 1)'
-            )
-        faults.check()
-        self._store(filter=wanted, axes=replica_axes, shard_axes=shards, zero=zero, where=where)
-        self._store(bucket_mb=bucket_mb, reduce_stream=reduce_stream, gather_stream=gather_stream)
-        self._store(prefetch=prefetch, keep=keep)
-
-
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class Shard(_Record):
-    """Split the matched expert regions' parameters over ranks, along dim 0; tokens travel to their experts and back.
-
-    rewrite:   dispatch ; experts ; combine  ->  exchange ; this rank's experts ; exchange back
-    requires:  the region lies between `piper.moe.dispatch` and `combine`; the number of experts
-        divides
-    keeps:     values up to summation order; an expert's gradient is the same for every layout
-
-    Attributes:
-        filter: Which regions.
-        axes: Mesh axes to split over; None: all devices of the region.
-        stream: Logical stream of the exchanges.
-        capacity: Most tokens an expert takes from one rank (int), or that as a factor of the
-            even share (float);
-            None: as many as there are.
-        where: The user's line.
-    """
-
-    filter: Filter
-    axes: tuple[str, ...] | None = None
-    stream: str | None = None
-    capacity: int | float | None = None
-    where: str = _where()
-
-    def __init__(
-        self,
-        filter: FilterLike | Filter,
-        *,
-        axes: Sequence[str] | None = None,
-        stream: str | None = None,
-        capacity: int | float | None = None,
-    ) -> None:
-        """Check and store.
-
-        Raises:
-            PiperStrategyError: Lists every argument that is not allowed.
-        """
-        where = user_line()
-        faults = Faults("piper.Shard", where)
-        wanted = _region_filter(filter, faults)
-        over = _axes("axes", axes, faults)
-        if stream is not None:
-            faults.name("stream", stream, "None leaves the stream to Piper")
-        if capacity is not None and not _is_positive(capacity):
-            faults.add(
-                "capacity",
-                capacity,
-                "must be a number of tokens (int) or a factor (float) above 0, or None",
-            )
-        faults.check()
-        self._store(filter=wanted, axes=over, stream=stream, capacity=capacity, where=where)
-
-    def __eq__(self, other: object) -> bool:
-        # 2 tokens and 2.0 times the even share are different requests, but equal numbers.
-        return isinstance(other, Shard) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[object, ...]:
-        return self.filter, self.axes, self.stream, type(self.capacity), self.capacity
-
-
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class Order(_Record):
-    """Fix when compute tasks of one device group run: a group's tasks before the next group's.
-
-    rewrite:   Order([a, b, [c, d]])  ->  a before b, b before c and d; c and d may interleave
-        node by node
-    requires:  every task of one order is on the same devices; no contradiction with dataflow or
-        another order
-    keeps:     values bitwise
-
-    Naming BI or BW splits that backward into the two.
-
-    Attributes:
-        groups: Each a tuple of filters; a filter alone is a group of one.
-        stream: Logical stream the tasks run on.
-        where: The user's line.
-    """
-
-    groups: tuple[tuple[Filter, ...], ...]
-    stream: str | None = None
-    where: str = _where()
-
-    def __init__(self, groups: Sequence[GroupLike], *, stream: str | None = None) -> None:
-        """Check and store.
-
-        Raises:
-            PiperStrategyError: Lists every argument that is not allowed.
-        """
-        where = user_line()
-        faults = Faults("piper.Order", where)
-        if isinstance(groups, str | Mapping | Filter) or not isinstance(groups, Sequence):
-            faults.add(
-                "groups",
-                groups,
-                "must be a list of groups; a group is a filter or a list of filters",
-            )
-            groups = ()
-        elif not groups:
-            faults.add("groups", groups, "is empty; leave the Order out, or name what it orders")
-        made = tuple(_group(group, f"groups[{i}]", faults) for i, group in enumerate(groups))
-        if stream is not None:
-            faults.name("stream", stream, "None leaves the stream to Piper")
-        faults.check()
-        self._store(groups=made, stream=stream, where=where)
-
-    def __repr__(self) -> str:
-        rows = [code(group[0] if len(group) == 1 else list(group)) for group in self.groups]
-        tail = "" if self.stream is None else f", stream={code(self.stream)}"
-        flat = f"piper.Order([{', '.join(rows)}]{tail})"
-        if len(flat) <= 100:
-            return flat
-        return "piper.Order([\n" + "".join(f"    {row},\n" for row in rows) + f"]{tail})"
-
-
-def _group(group: GroupLike, argument: str, faults: Faults) -> tuple[Filter, ...]:
-    if isinstance(group, Mapping | Filter):
-        return (Filter.checked(group, argument, faults),)
-    if isinstance(group, str) or not isinstance(group, Sequence):
-        faults.add(argument, group, "must be a filter or a list of filters")
-        return ()
-    if not group:
-        faults.add(argument, group, "is an empty group; leave it out")
-    return tuple(Filter.checked(one, f"{argument}[{i}]", faults) for i, one in enumerate(group))
-
-
-def _region_filter(given: FilterLike | Filter, faults: Faults) -> Filter:
-    """The filter of a directive about regions, which has all their passes with it."""
-    wanted = Filter.checked(given, "filter", faults)
-    if "PASS" in wanted.tags:
-        faults.say(
-            "filter asks for PASS, which only Order can; a region's passes belong together here"
-        )
-    return wanted
-
-
-def _axes(argument: str, given: Sequence[str] | None, faults: Faults) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    before = bool(faults)
-    faults.names(argument, given)
-    return None if isinstance(given, str) or (faults and not before) else tuple(given)
-
-
-def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and isfinite(value)
-        and value > 0
-    )
-
-
-Directive: TypeAlias = Split | Place | Replicate | Shard | Order
 _D = TypeVar("_D", Split, Place, Replicate, Shard, Order)
+_KINDS = get_args(Directive)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Strategy(_Record):
-    """All that is asked for; the order of directives does not matter.
+class Strategy:
+    """How one step is distributed: `Strategy(Split(...), Place(...), *orders, mesh=, loss=, regions=)`.
 
     Attributes:
-        directives: What was asked.
-        mesh: Named axes over the ranks.
-        loss: Which output is the loss: a key, an index, or a path.
-        regions: Tags by fnmatch pattern over module paths.
+        directives: In the order given, which never changes the result.
+        mesh: The mesh whose axes Replicate and Shard name; None where none is named.
+        loss: Which output is the loss: key, path ("losses.total" or ("losses", 0)) or index; None: the only
+            differentiable scalar.
+        regions: Tags by module path, as fnmatch patterns: {"layers.[0-3]": {"PP": 0}}.
     """
 
     directives: tuple[Directive, ...]
-    mesh: Mesh | None = None
-    loss: "LossPath | None" = None
-    regions: FrozenMap[str, FrozenMap[str, int]] | None = None
+    mesh: Mesh | None
+    loss: LossPath | None
+    regions: FrozenMap[str, RegionTags] | None
 
     def __init__(
         self,
         *directives: Directive,
         mesh: Mesh | None = None,
-        loss: "LossPath | None" = None,
+        loss: "LossPath | list[str | int] | None" = None,
         regions: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
-        self._store(directives=tuple(directives), mesh=mesh, loss=loss)
-        self._store(regions=FrozenMap({k: FrozenMap(dict(v)) for k, v in regions.items()}) if regions else None)
+        """Check and store.
+
+        Raises:
+            PiperStrategyError: Lists every argument that is not allowed, and every contradiction.
+        """
+        faults = Faults("piper.Strategy", user_line())
+        if not _check_types(directives, faults):
+            faults.check()
+        splits = [d for d in directives if isinstance(d, Split)]
+        if len(splits) > 1:
+            both = "\n    ".join(f"{split!r} at {split.where}" for split in splits)
+            faults.say(f"one Split at most, for now; leave one of these out:\n    {both}")
+        if mesh is not None and not isinstance(mesh, Mesh):
+            faults.add("mesh", mesh, "must be a piper.Mesh, or None")
+        else:
+            _check_mesh(directives, mesh, faults)
+        path = tuple(loss) if isinstance(loss, list | tuple) else loss
+        if path is not None and not _is_path(path):
+            faults.add("loss", loss, "must be a key, an index of at least 0, a path of these, or None")
+        tagged = _regions(regions, faults)
+        faults.check()
+        object.__setattr__(self, "directives", directives)
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "loss", path)
+        object.__setattr__(self, "regions", tagged)
+
+    def __repr__(self) -> str:
+        parts = [repr(directive) for directive in self.directives]
+        for name in ("mesh", "loss", "regions"):
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f"{name}={code(value)}")
+        if not parts:
+            return "piper.Strategy()"
+        body = ",\n".join(parts).replace("\n", "\n    ")
+        return f"piper.Strategy(\n    {body},\n)"
 
     def of(self, kind: type[_D]) -> tuple[_D, ...]:
-        """The directives of one type."""
+        """The directives of one kind, in the order given."""
         return tuple(d for d in self.directives if isinstance(d, kind))
+
+    def to_json(self) -> str:
+        """The strategy as JSON text; `from_json` gives an equal one. Without the user's lines.
+
+        Raises:
+            PiperStrategyError: The strategy holds a function.
+        """
+        return strategy_json.dump(strategy_json.Parts(self.directives, self.mesh, self.loss, self.regions))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Strategy":
+        """The strategy in a JSON text: of `to_json`, or a schedule file of the published system.
+
+        Raises:
+            PiperSyntaxError: The text is neither.
+            PiperStrategyError: It is, but asks for what is not allowed.
+        """
+        parts = strategy_json.load(text)
+        return cls(*parts.directives, mesh=parts.mesh, loss=parts.loss, regions=parts.regions)
+
+
+def _check_types(directives: Sequence[object], faults: Faults) -> bool:
+    """Whether all are directives; a list among them is most likely a schedule that was not unpacked."""
+    for position, one in enumerate(directives):
+        if isinstance(one, _KINDS):
+            continue
+        if isinstance(one, Sequence | Iterator) and not isinstance(one, str):
+            kind = type(one).__name__
+            faults.say(f"argument {position} is a {kind}; unpack it: Strategy(..., *schedule, ...)")
+        elif one is None or isinstance(one, Mapping | Mesh | str):
+            faults.add(f"argument {position}", one, "is no directive; mesh, loss and regions go by keyword")
+        else:
+            names = ", ".join(kind.__name__ for kind in _KINDS)
+            faults.add(f"argument {position}", one, f"must be a directive: {names}")
+    return not faults
+
+
+def _check_mesh(directives: Sequence[Directive], mesh: Mesh | None, faults: Faults) -> None:
+    for one in directives:
+        label = f"{one!r} at {one.where}" if not isinstance(one, Order) else ""
+        if isinstance(one, Place) and mesh is not None:
+            outside = [rank for rank in one.devices if rank >= mesh.size]
+            if outside:
+                faults.say(f"{label}: ranks {outside} are outside the mesh, which has ranks 0-{mesh.size - 1}")
+        named = one.axes or () if isinstance(one, Replicate | Shard) else ()
+        if isinstance(one, Replicate):
+            named = tuple(dict.fromkeys((*named, *(one.shard_axes or ()))))
+        if named and mesh is None:
+            faults.say(f"{label} names axes, but there is no mesh; add mesh=piper.Mesh(shape, names)")
+        unknown = [axis for axis in named if mesh is not None and axis not in mesh.names]
+        if unknown and mesh is not None:
+            faults.say(f"{label}: the mesh has no axis {unknown}; there are: {', '.join(mesh.names)}")
+
+
+def _is_path(path: object) -> bool:
+    if isinstance(path, tuple):
+        return bool(path) and all(not isinstance(part, tuple) and _is_path(part) for part in path)
+    return (isinstance(path, str) and path != "") or (is_whole(path) and path >= 0)
+
+
+def _regions(given: Any, faults: Faults) -> FrozenMap[str, RegionTags] | None:
+    """Checked and frozen; an empty dict is none."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        faults.add("regions", given, 'must be a dict such as {"layers.[0-3]": {"PP": 0}}, or None')
+        return None
+    made: dict[str, RegionTags] = {}
+    for pattern, tags in given.items():
+        label = f"regions[{pattern!r}]"
+        if not isinstance(pattern, str):
+            faults.add("regions", pattern, "a pattern is a string over module paths")
+        elif not isinstance(tags, Mapping) or not tags:
+            faults.add(label, tags, 'must be a dict of tags such as {"PP": 0}')
+        else:
+            for tag, index in tags.items():
+                if not isinstance(tag, str) or not is_tag_name(tag):
+                    faults.say(f"{label}: {tag!r} is no tag; a tag is a name such as 'PP' that ends in a letter or '_'")
+                faults.whole(f"{label}[{tag!r}]", index, 0)
+            made[pattern] = FrozenMap(tags)
+    return FrozenMap(made) if made else None

@@ -123,8 +123,9 @@ class Faults:
             tail = f"; {hint}" if hint else ""
             self.add(argument, value, f"must be a name (a string that is not empty){tail}")
 
-    def names(self, argument: str, value: object) -> None:
-        """Require one or more different names in a tuple or list."""
+    def names(self, argument: str, value: object) -> bool:
+        """Require one or more different names in a tuple or list; says whether they are."""
+        before = len(self._found)
         if isinstance(value, str):
             self.add(argument, value, f"must be a tuple of names; write {argument}=({value!r},)")
         elif not isinstance(value, Sequence) or not value:
@@ -132,7 +133,8 @@ class Faults:
         elif not all(isinstance(one, str) and one for one in value):
             self.add(argument, value, "each must be a name (a string that is not empty)")
         elif len(set(value)) < len(value):
-            self.add(argument, value, "names one twice; leave out the second")
+            self.add(argument, value, "names one twice; name each once")
+        return len(self._found) == before
 
     def __bool__(self) -> bool:
         return bool(self._found)

@@ -39,6 +39,9 @@ class Communicator(Protocol):
     def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
         """Start `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all` over `group`; a handle."""
 
+    def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Create communicators; every rank must call this with the same groups in the same order."""
+
     def reduce_now(self, value: Tensor) -> Tensor:
         """The sum of `value` over all ranks; blocks."""
 

@@ -1,0 +1,1 @@
+"""Strategies as JSON text, and the published system's schedule files."""
