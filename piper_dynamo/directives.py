@@ -1,10 +1,9 @@
-"""Directives and strategies: what the user asks for, as frozen records.
+"""Directives: single requests of the user, as frozen records.
 
-Terms: a *directive* is one request about the tasks its filter matches; a *strategy* is all of
-    them, in any order, with
-the mesh and the names that they use. Both compare by value, hash, copy, pickle and print as the
-code that builds them (functions print by name). Each checks what can be known without a model; the
-passes check the rest.
+Terms: a *directive* is one request about the tasks its filter matches. Directives compare by value,
+hash, copy, pickle and print as the code that builds them (functions print by name). Each checks
+what can be known from its own arguments; `Strategy` checks them together, the passes check them
+against the model.
 
 Signature: what the user writes -> records that `piper_dynamo.passes` reads.
 """
@@ -16,20 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from piper_dynamo.filters import Filter, FilterLike
 from piper_dynamo.ir.task import is_tag_name
-from piper_dynamo.mesh import Mesh
 from piper_dynamo.values import Faults, FrozenMap, code, is_whole, user_line
-
-__all__ = [
-    "Directive",
-    "Filter",
-    "Mesh",
-    "Order",
-    "Place",
-    "Replicate",
-    "Shard",
-    "Split",
-    "Strategy",
-]
 
 Rule: TypeAlias = "int | Literal['replicate']"
 Weight: TypeAlias = Callable[..., Any]
@@ -68,8 +54,7 @@ class _Record:
 class Split(_Record):
     """Run the matched part once per microbatch.
 
-    rewrite:   the matched tasks -> a copy per microbatch; gradients and losses combined over
-        the copies
+    rewrite:   the matched tasks -> a copy per microbatch; their gradients and losses combined
     requires:  every sliced input's size divides by `num_microbatches`
     keeps:     values up to summation order, of the model run on each microbatch in turn
 
@@ -113,9 +98,7 @@ class Split(_Record):
                 "dim", dim, 'must be a tag name that ends in a letter or "_"; the usual one is "MB"'
             )
         elif dim in wanted.tags:
-            faults.say(
-                f"filter asks for {dim!r}, the tag that this Split makes; leave it out of the filter"
-            )
+            faults.say(f"filter asks for {dim!r}, the tag that this Split makes; leave it out")
         faults.whole("num_microbatches", num_microbatches, 1, "1 leaves the batch whole")
         rules: dict[str, Rule] | None = None
         if isinstance(inputs, Mapping):
@@ -142,8 +125,7 @@ class Place(_Record):
     """Run the matched tasks on these ranks.
 
     rewrite:   F.PP0 -> F.PP0 on `devices`; values that change group are sent
-    requires:  each task is placed once; the ranks are in the world; several ranks only with
-        Replicate or Shard
+    requires:  each task is placed once, on ranks of the world; several if replicated or sharded
     keeps:     values bitwise
 
     Attributes:
@@ -182,10 +164,9 @@ class Place(_Record):
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Replicate(_Record):
-    """Share the matched regions' data over replicas and reduce their gradients; ZeRO levels shard what is kept.
+    """Reduce the matched regions' gradients over replicas; ZeRO levels shard what a rank keeps.
 
-    rewrite:   parameter gradients -> their mean over the replicas; parameters gathered where
-        `zero` shards them
+    rewrite:   a parameter's gradient -> its mean over the replicas; sharded parameters gathered
     requires:  a parameter is reduced by one Replicate only; all regions have equally many replicas
     keeps:     values up to summation order, of one process on all replicas' data
 
@@ -266,20 +247,18 @@ class Replicate(_Record):
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Shard(_Record):
-    """Split the matched expert regions' parameters over ranks, along dim 0; tokens travel to their experts and back.
+    """Split the matched expert regions' parameters over ranks; tokens travel to them and back.
 
     rewrite:   dispatch ; experts ; combine  ->  exchange ; this rank's experts ; exchange back
-    requires:  the region lies between `piper.moe.dispatch` and `combine`; the number of experts
-        divides
+    requires:  the region lies between `piper.moe.dispatch` and `combine`; num_experts divides
     keeps:     values up to summation order; an expert's gradient is the same for every layout
 
     Attributes:
         filter: Which regions.
         axes: Mesh axes to split over; None: all devices of the region.
         stream: Logical stream of the exchanges.
-        capacity: Most tokens an expert takes from one rank (int), or that as a factor of the
-            even share (float);
-            None: as many as there are.
+        capacity: Most tokens an expert takes from one rank (int), or that as a factor of the even
+            share (float); None: as many as there are.
         where: The user's line.
     """
 
@@ -333,9 +312,7 @@ class Order(_Record):
     """Fix when compute tasks of one device group run: a group's tasks before the next group's.
 
     rewrite:   Order([a, b, [c, d]])  ->  a before b, b before c and d; c and d may interleave
-        node by node
-    requires:  every task of one order is on the same devices; no contradiction with dataflow or
-        another order
+    requires:  one order's tasks share devices; no contradiction with dataflow or another order
     keeps:     values bitwise
 
     Naming BI or BW splits that backward into the two.
@@ -419,34 +396,3 @@ def _is_positive(value: object) -> bool:
 
 
 Directive: TypeAlias = Split | Place | Replicate | Shard | Order
-
-
-@dataclass(frozen=True, slots=True, init=False, repr=False)
-class Strategy(_Record):
-    """All that is asked for; the order of directives does not matter.
-
-    Attributes:
-        directives: What was asked.
-        mesh: Named axes over the ranks.
-        loss: Which output is the loss: a key, an index, or a path.
-        regions: Tags by fnmatch pattern over module paths.
-    """
-
-    directives: tuple[Directive, ...]
-    mesh: Mesh | None = None
-    loss: "LossPath | None" = None
-    regions: FrozenMap[str, FrozenMap[str, int]] | None = None
-
-    def __init__(
-        self,
-        *directives: Directive,
-        mesh: Mesh | None = None,
-        loss: "LossPath | None" = None,
-        regions: Mapping[str, Mapping[str, int]] | None = None,
-    ) -> None:
-        self._store(directives=tuple(directives), mesh=mesh, loss=loss)
-        self._store(regions=FrozenMap({k: FrozenMap(dict(v)) for k, v in regions.items()}) if regions else None)
-
-    def of(self, kind: type[_D]) -> tuple[_D, ...]:
-        """The directives of one type."""
-        return tuple(d for d in self.directives if isinstance(d, kind))

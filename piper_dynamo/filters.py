@@ -1,19 +1,18 @@
 """Filters: which tasks a directive speaks of.
 
-Terms: a *tag* is a region's annotation (`PP`), the dim a batch is split along (`MB`) or `PASS`;
-    a *filter* asks for
-values of some tags, and a task matches if it has every tag asked for, with a value asked for.
+Terms: a *tag* is a region's annotation (`PP`), the dim a batch is split along (`MB`) or `PASS`; a
+*filter* asks for values of some tags, and a task matches if it has every one with such a value.
 
     {"PP": 0}                          every task of region PP=0
     {"PP": [0, 3], "MB": range(4)}     of regions 0 and 3, for the first four microbatches
     {"EP": "*"}                        of every region with the tag EP
-    {"PASS": "B"}                      whole backwards; their halves BI and BW only where they
-        are named
+    {"PASS": "B"}                      whole backwards; the halves BI and BW have names of their own
     {}                                 everything
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from piper_dynamo.errors import PiperStrategyError
 from piper_dynamo.ir.task import Pass, is_tag_name
@@ -33,7 +32,7 @@ _RANK = {"PP": 0, "MB": 2, "PASS": 3}
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Filter:
-    """A filter as stored: hashable, compared by what it asks for, printed as the dict that makes it.
+    """A filter as stored: hashable, compared by what it asks for, printed as the dict that it is.
 
     Attributes:
         items: (tag, value) pairs in a fixed order: `PP`, other annotations by name, `MB`, `PASS`.
@@ -54,7 +53,7 @@ class Filter:
 
     @classmethod
     def checked(cls, tags: "FilterLike | Filter", argument: str, faults: Faults) -> "Filter":
-        """The filter, with what is wrong added to `faults` (of a directive's `argument`) and not raised."""
+        """The filter; what is wrong with it is added to `faults`, as of `argument`, not raised."""
         items, wrong = _parse(tags)
         for fault in wrong:
             faults.say(f"{argument}: {fault}")
@@ -89,7 +88,7 @@ class Filter:
 def _allows(wanted: TagValue, value: int | str) -> bool:
     if isinstance(wanted, tuple):
         return value in wanted
-    return wanted == ANY or wanted == value
+    return wanted in (ANY, value)
 
 
 def _value(value: TagValue) -> str:
@@ -139,21 +138,22 @@ def _parse_index(given: object) -> tuple[TagValue, str]:
             f"write {int(given)}" if given.isdecimal() else 'an index is a whole number; "*" is any'
         )
         return 0, hint
-    if isinstance(given, Sequence | frozenset | set):
-        if not given:
-            return 0, "an empty list matches nothing"
-        if all(is_whole(one) and one >= 0 for one in given):
-            several = tuple(sorted(set(given)))
-            return (several[0] if len(several) == 1 else several), ""
-    return 0, 'must be a whole number of at least 0, a list or range of them, or "*"'
+    if _is_several(given) and all(is_whole(one) and one >= 0 for one in given):
+        several = tuple(sorted(set(given)))
+        return (several[0] if len(several) == 1 else several), ""
+    return 0, 'must be a whole number of at least 0, a list or range of them (not empty), or "*"'
 
 
 def _parse_pass(given: object) -> tuple[TagValue, str]:
     if isinstance(given, str):
         if given in PASSES or given == ANY:
             return str(given), ""
-    elif isinstance(given, Sequence | frozenset | set) and given:
-        if all(isinstance(one, str) and one in PASSES for one in given):
-            several = tuple(which for which in PASSES if which in given)
-            return (several[0] if len(several) == 1 else several), ""
+    elif _is_several(given) and all(one in PASSES for one in given):
+        several = tuple(which for which in PASSES if which in given)
+        return (several[0] if len(several) == 1 else several), ""
     return 0, 'PASS must be one of "F", "B", "BI", "BW", a list of them, or "*"'
+
+
+def _is_several(given: object) -> TypeGuard[Collection[Any]]:
+    """Whether `given` is a list, range or set that is not empty (nothing would match)."""
+    return isinstance(given, list | tuple | range | set | frozenset) and len(given) > 0

@@ -1,4 +1,7 @@
-"""Mesh: the ranks of a job as a grid with named axes, where a group is not simply "all devices of the region"."""
+"""Mesh: the ranks of a job as a grid with named axes.
+
+It names groups of ranks that are not simply all devices of a region.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

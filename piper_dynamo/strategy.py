@@ -1,8 +1,8 @@
 """Strategies: everything a user asks for about one step.
 
-Terms: a *strategy* is a set of directives, in any order, with the mesh whose axes they name, which output is the loss, and
-which module paths make regions. It compares by value, hashes, copies, pickles, prints as the code that builds it, and
-round-trips through JSON.
+Terms: a *strategy* is directives in any order, with the mesh whose axes they name, which output is
+the loss, and which module paths make regions. It compares by value, hashes, copies, pickles, prints
+as the code that builds it, and round-trips through JSON.
 
 Signature: directives -> one record, checked for what can be known without a model.
 """
@@ -18,7 +18,17 @@ from piper_dynamo.ir.task import is_tag_name
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.values import Faults, FrozenMap, code, is_whole, user_line
 
-__all__ = ["Directive", "Filter", "Mesh", "Order", "Place", "Replicate", "Shard", "Split", "Strategy"]
+__all__ = [
+    "Directive",
+    "Filter",
+    "Mesh",
+    "Order",
+    "Place",
+    "Replicate",
+    "Shard",
+    "Split",
+    "Strategy",
+]
 
 LossPath: TypeAlias = "str | int | tuple[str | int, ...]"
 RegionTags: TypeAlias = FrozenMap[str, int]
@@ -29,19 +39,19 @@ _KINDS = get_args(Directive)
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Strategy:
-    """How one step is distributed: `Strategy(Split(...), Place(...), *orders, mesh=, loss=, regions=)`.
+    """How one step is distributed: `Strategy(Split(...), Place(...), *orders, mesh=mesh)`.
 
     Attributes:
         directives: In the order given, which never changes the result.
         mesh: The mesh whose axes Replicate and Shard name; None where none is named.
-        loss: Which output is the loss: key, path ("losses.total" or ("losses", 0)) or index; None: the only
-            differentiable scalar.
+        loss: Which output is the loss: key, path ("losses.total" or ("losses", 0)) or index; None:
+            the only differentiable scalar.
         regions: Tags by module path, as fnmatch patterns: {"layers.[0-3]": {"PP": 0}}.
     """
 
     directives: tuple[Directive, ...]
     mesh: Mesh | None
-    loss: LossPath | None
+    loss: "LossPath | None"
     regions: FrozenMap[str, RegionTags] | None
 
     def __init__(
@@ -69,7 +79,9 @@ class Strategy:
             _check_mesh(directives, mesh, faults)
         path = tuple(loss) if isinstance(loss, list | tuple) else loss
         if path is not None and not _is_path(path):
-            faults.add("loss", loss, "must be a key, an index of at least 0, a path of these, or None")
+            faults.add(
+                "loss", loss, "must be a key, an index of at least 0, a path of these, or None"
+            )
         tagged = _regions(regions, faults)
         faults.check()
         object.__setattr__(self, "directives", directives)
@@ -98,7 +110,9 @@ class Strategy:
         Raises:
             PiperStrategyError: The strategy holds a function.
         """
-        return strategy_json.dump(strategy_json.Parts(self.directives, self.mesh, self.loss, self.regions))
+        return strategy_json.dump(
+            strategy_json.Parts(self.directives, self.mesh, self.loss, self.regions)
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Strategy":
@@ -113,7 +127,7 @@ class Strategy:
 
 
 def _check_types(directives: Sequence[object], faults: Faults) -> bool:
-    """Whether all are directives; a list among them is most likely a schedule that was not unpacked."""
+    """Whether all are directives; a list among them is mostly a schedule that was not unpacked."""
     for position, one in enumerate(directives):
         if isinstance(one, _KINDS):
             continue
@@ -121,7 +135,9 @@ def _check_types(directives: Sequence[object], faults: Faults) -> bool:
             kind = type(one).__name__
             faults.say(f"argument {position} is a {kind}; unpack it: Strategy(..., *schedule, ...)")
         elif one is None or isinstance(one, Mapping | Mesh | str):
-            faults.add(f"argument {position}", one, "is no directive; mesh, loss and regions go by keyword")
+            faults.add(
+                f"argument {position}", one, "is no directive; mesh, loss and regions go by keyword"
+            )
         else:
             names = ", ".join(kind.__name__ for kind in _KINDS)
             faults.add(f"argument {position}", one, f"must be a directive: {names}")
@@ -134,15 +150,19 @@ def _check_mesh(directives: Sequence[Directive], mesh: Mesh | None, faults: Faul
         if isinstance(one, Place) and mesh is not None:
             outside = [rank for rank in one.devices if rank >= mesh.size]
             if outside:
-                faults.say(f"{label}: ranks {outside} are outside the mesh, which has ranks 0-{mesh.size - 1}")
+                faults.say(f"{label}: ranks {outside} are not in the mesh (0-{mesh.size - 1})")
         named = one.axes or () if isinstance(one, Replicate | Shard) else ()
         if isinstance(one, Replicate):
             named = tuple(dict.fromkeys((*named, *(one.shard_axes or ()))))
         if named and mesh is None:
-            faults.say(f"{label} names axes, but there is no mesh; add mesh=piper.Mesh(shape, names)")
+            faults.say(
+                f"{label} names axes, but there is no mesh; add mesh=piper.Mesh(shape, names)"
+            )
         unknown = [axis for axis in named if mesh is not None and axis not in mesh.names]
         if unknown and mesh is not None:
-            faults.say(f"{label}: the mesh has no axis {unknown}; there are: {', '.join(mesh.names)}")
+            faults.say(
+                f"{label}: the mesh has no axis {unknown}; there are: {', '.join(mesh.names)}"
+            )
 
 
 def _is_path(path: object) -> bool:
@@ -168,7 +188,9 @@ def _regions(given: Any, faults: Faults) -> FrozenMap[str, RegionTags] | None:
         else:
             for tag, index in tags.items():
                 if not isinstance(tag, str) or not is_tag_name(tag):
-                    faults.say(f"{label}: {tag!r} is no tag; a tag is a name such as 'PP' that ends in a letter or '_'")
+                    faults.say(
+                        f"{label}: {tag!r} is no tag; write a name such as 'PP', no digit last"
+                    )
                 faults.whole(f"{label}[{tag!r}]", index, 0)
             made[pattern] = FrozenMap(tags)
     return FrozenMap(made) if made else None

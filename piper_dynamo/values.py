@@ -1,4 +1,7 @@
-"""What records compared by value share: printing as code, frozen mappings, fault lists, where the user wrote them."""
+"""What records compared by value share.
+
+Printing as code, frozen mappings, lists of faults, and where the user wrote the record.
+"""
 
 import json
 import reprlib
@@ -45,7 +48,7 @@ def user_line() -> str:
 
 
 def code(value: object) -> str:
-    """Python code that builds `value`: strings in double quotes, mappings as dicts, functions by their name."""
+    """Python code that builds `value`: mappings as dicts, functions by their name."""
     match value:
         case str():
             return json.dumps(value, ensure_ascii=False)
