@@ -7,13 +7,14 @@ Engines: "local" starts processes on this machine over loopback; "torchrun" join
 
 import os
 import pickle
-import queue
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_any
 from typing import Any
 
 import torch
@@ -124,27 +125,26 @@ def _spawn(fn: Callable[[], Any], ranks: int, timeout_s: float) -> list[Any]:
             f"launch cannot send {fn!r} to other processes ({error}); define it at the top of a module"
         ) from error
     context = mp.get_context("spawn")
-    results: Any = context.Queue()
     port = _free_port()
-    processes = [
-        context.Process(
-            target=_body,
-            args=(fn, r, ranks, port, timeout_s, results),
-            name=f"rank {r}",
-            daemon=False,
+    processes, results = [], []
+    for r in range(ranks):
+        # A pipe per rank: a queue would leave its semaphores behind when a rank is killed.
+        receive, give = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_body, args=(fn, r, ranks, port, timeout_s, give), name=f"rank {r}"
         )
-        for r in range(ranks)
-    ]
-    for process in processes:
         process.start()
+        give.close()
+        processes.append(process)
+        results.append(receive)
     try:
-        return _collect(processes, results, ranks)
+        return _collect(processes, results)
     finally:
         _stop(processes)
 
 
 def _body(
-    fn: Callable[[], Any], rank_: int, ranks: int, port: int, timeout_s: float, results: Any
+    fn: Callable[[], Any], rank_: int, ranks: int, port: int, timeout_s: float, results: Connection
 ) -> None:
     os.environ.update(
         RANK=str(rank_),
@@ -161,36 +161,37 @@ def _body(
             "gloo", rank=rank_, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
         value = fn()
-        results.put((rank_, time.time(), None, pickle.dumps(value)))
         dist.barrier()
+        results.send((time.time(), None, pickle.dumps(value)))
         dist.destroy_process_group()
     except BaseException as error:
         text = str(error) if isinstance(error, PiperError) else traceback.format_exc()
-        results.put((rank_, time.time(), text, None))
-        results.close()
-        results.join_thread()
+        results.send((time.time(), text, None))
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # peers may be waiting in gloo; a normal exit would wait for them
 
 
-def _collect(processes: list[Any], results: Any, ranks: int) -> list[Any]:
+def _collect(processes: list[Any], results: list[Connection]) -> list[Any]:
+    """Each rank's result. After the first failure the others get a moment to say what they know."""
     found: dict[int, Any] = {}
     failures: dict[int, tuple[float, str]] = {}
+    open_ends = {receive: r for r, receive in enumerate(results)}
     first_failure = 0.0
-    while len(found) + len(failures) < ranks:
-        try:
-            rank_, when, text, value = results.get(timeout=0.2)
+    while open_ends:
+        for receive in wait_any(list(open_ends), timeout=0.2):
+            assert isinstance(receive, Connection)
+            r = open_ends.pop(receive)
+            try:
+                when, text, value = receive.recv()
+            except EOFError:
+                processes[r].join(GRACE_S)
+                code = processes[r].exitcode
+                when, text, value = time.time(), f"the process ended with exit code {code}", None
             if text is None:
-                found[rank_] = pickle.loads(value)
+                found[r] = pickle.loads(value)
             else:
-                failures[rank_] = (when, text)
-        except queue.Empty:
-            for r, process in enumerate(processes):
-                if process.exitcode not in (None, 0) and r not in failures and r not in found:
-                    failures[r] = (
-                        time.time(),
-                        f"the process ended with exit code {process.exitcode}",
-                    )
+                failures[r] = (when, text)
         if failures:
             first_failure = first_failure or time.monotonic()
             if time.monotonic() - first_failure > GRACE_S:
@@ -209,7 +210,7 @@ def _collect(processes: list[Any], results: Any, ranks: int) -> list[Any]:
         )
     for process in processes:
         process.join(GRACE_S)
-    return [found[r] for r in range(ranks)]
+    return [found[r] for r in range(len(processes))]
 
 
 def _root_cause(failures: dict[int, tuple[float, str]]) -> int:
