@@ -17,11 +17,14 @@ from piper_dynamo.filters import Filter, FilterLike
 from piper_dynamo.ir.task import is_tag_name
 from piper_dynamo.values import Faults, FrozenMap, code, is_whole, user_line
 
-Rule: TypeAlias = "int | Literal['replicate']"
-Weight: TypeAlias = Callable[..., Any]
-Loss: TypeAlias = "Literal['mean', 'sum'] | Weight"
-Keep: TypeAlias = "Literal['chunk', 'step'] | int"
-GroupLike: TypeAlias = "FilterLike | Filter | Sequence[FilterLike | Filter]"
+Rule: TypeAlias = int | Literal["replicate"]
+Loss: TypeAlias = Literal["mean", "sum"] | Callable[..., Any]
+Keep: TypeAlias = Literal["chunk", "step"] | int
+GroupLike: TypeAlias = FilterLike | Filter | Sequence[FilterLike | Filter]
+
+
+# Fields that are printed even where they have their default.
+_ALWAYS = {"Split": ("dim", "num_microbatches")}
 
 
 def _where() -> Any:
@@ -40,14 +43,15 @@ class _Record:
 
     def __repr__(self) -> str:
         parts = []
+        name = type(self).__name__
         for position, one in enumerate(fields(self)):  # type: ignore[arg-type]  # every subclass is one
             value = getattr(self, one.name)
             if position == 0:
                 parts.append(code(value))
-            elif one.repr and value != one.default:
+            elif one.repr and (value != one.default or one.name in _ALWAYS.get(name, ())):
                 value = list(value) if one.name == "devices" else value
                 parts.append(f"{one.name}={code(value)}")
-        return f"piper.{type(self).__name__}({', '.join(parts)})"
+        return f"piper.{name}({', '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -148,10 +152,9 @@ class Place(_Record):
         where = user_line()
         faults = Faults("piper.Place", where)
         wanted = _region_filter(filter, faults)
-        if is_whole(devices):
-            faults.add("devices", devices, f"must be a list of ranks; write devices=[{devices}]")
-        elif isinstance(devices, str) or not isinstance(devices, Sequence):
-            faults.add("devices", devices, "must be a list of ranks, such as [0, 1]")
+        if isinstance(devices, str) or not isinstance(devices, Sequence):
+            hint = f"write devices=[{devices}]" if is_whole(devices) else "such as [0, 1]"
+            faults.add("devices", devices, f"must be a list of ranks; {hint}")
         elif not devices:
             faults.add("devices", devices, "is empty; name at least one rank")
         elif not all(is_whole(rank) and rank >= 0 for rank in devices):

@@ -1,29 +1,380 @@
-"""Schedules."""
-from piper_dynamo.strategy import Order
+"""Pipeline schedules: in which order each rank runs the tasks of its stages.
+
+Terms: a *stage* is a region `PP=s`; a *placement* says on which devices each stage is; its *shape*
+is a line (every stage has devices of its own), a loop (stage s is on the s mod p-th of p groups of
+devices) or a V (2p stages; s and 2p-1-s share devices). Below, p is the number of device groups,
+here called ranks, r one of them, m the number of microbatches, v the number of stages on a rank.
+
+Each schedule is `(placement, num_microbatches) -> list[Order]`, one Order per rank. It runs every
+task once, and on each stage in the order of microbatches. *Idle* is the makespan less a rank's own
+work, with F, I, W the times of a rank's whole share of one microbatch (forward, input gradient,
+weight gradient) and free communication; *memory* counts a rank's share of one microbatch's
+activations.
+
+Signature: placement, number of microbatches -> orders.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, assert_never
+
+from piper_dynamo.directives import Order
+from piper_dynamo.ir.task import Pass
+from piper_dynamo.values import Faults, is_whole, user_line
+
+Placement = Mapping[int, Sequence[int]]
+Schedule = Callable[[Placement, int], list[Order]]
+
+_F, _B, _BI, _BW = Pass.F.value, Pass.B.value, Pass.BI.value, Pass.BW.value
+_Task = dict[str, int | str]
+_Group = _Task | list[_Task]
 
 
-def gpipe(placement, num_microbatches):
-    """GPipe."""
-    by = {}
-    for s, d in placement.items():
-        by.setdefault(tuple(d), []).append(s)
-    m = range(num_microbatches)
+class Shape(StrEnum):
+    """How stages lie on device groups; see the module's terms."""
+
+    LINE = "line"
+    LOOP = "loop"
+    VEE = "vee"
+
+
+def gpipe(placement: Placement, num_microbatches: int) -> list[Order]:
+    """All forwards, then all backwards.
+
+    Idle: (p-1)(F+I+W) on a line, 1/v of that on a loop. Memory: m microbatches.
+    Least number of microbatches: 1. Any placement.
+    Source: Huang et al., GPipe, arXiv 1811.06965; on a loop it is breadth-first, arXiv 2211.05953.
+
+    Args:
+        placement: Devices of each stage, `{0: [0], 1: [1]}`.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        One Order per rank.
+
+    Raises:
+        PiperStrategyError: The placement or the number of microbatches is not allowed.
+    """
+    ranks = _ranks("gpipe", placement, num_microbatches, None)
+    micro = range(num_microbatches)
     return [
-        Order([{"PP": s, "MB": k, "PASS": "F"} for s in ss for k in m] + [{"PP": s, "MB": k, "PASS": "B"} for s in reversed(ss) for k in m])
-        for ss in by.values()
+        Order(
+            [_task(_F, s, k) for s in stages for k in micro]
+            + [_task(_B, s, k) for s in reversed(stages) for k in micro]
+        )
+        for stages in ranks
     ]
 
 
-def one_f_one_b(placement, num_microbatches):
-    """1F1B."""
-    p, m, out = len(placement), num_microbatches, []
-    for r in range(p):
-        f = min(m, p - r)
-        o = [("F", k) for k in range(f)]
-        for k in range(m):
-            o.append(("B", k))
-            if f < m:
-                o.append(("F", f))
-                f += 1
-        out.append(Order([{"PP": r, "MB": k, "PASS": a} for a, k in o]))
-    return out
+def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
+    """Fill the pipeline, then a backward for every forward (1F1B).
+
+    Idle: (p-1)(F+I+W). Memory: min(m, p-r) microbatches.
+    Least number of microbatches: 1. Placement: a line.
+    Source: Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
+
+    Args:
+        placement: Devices of each stage, `{0: [0], 1: [1]}`.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        One Order per rank.
+
+    Raises:
+        PiperStrategyError: The placement or the number of microbatches is not allowed.
+    """
+    ranks = _ranks("one_f_one_b", placement, num_microbatches, Shape.LINE)
+
+    def tasks(r: int) -> Iterator[_Group]:
+        run = _Stages([r], num_microbatches)
+        yield from run.repeat(len(ranks) - r, "F0")
+        yield from run.repeat(num_microbatches, "B0 F0")
+
+    return [Order(list(tasks(r))) for r in range(len(ranks))]
+
+
+def interleaved_1f1b(placement: Placement, num_microbatches: int) -> list[Order]:
+    """1F1B with v stages a rank, run in rounds of about p microbatches.
+
+    Idle: (p-1)(F+I+W)/v. Memory: p + (p-1)/v microbatches.
+    Least number of microbatches: 1; the number of rounds, max(1, m // p), must divide it, which it
+    does for any m below 2p and any multiple of p. Placement: a loop, v at least 2.
+    Source: Narayanan et al., Megatron-LM, arXiv 2104.04473; rounds as torch's pipelining has them.
+
+    Args:
+        placement: Devices of each stage, `{0: [0], 1: [1], 2: [0], 3: [1]}`.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        One Order per rank.
+
+    Raises:
+        PiperStrategyError: The placement or the number of microbatches is not allowed.
+    """
+    ranks = _ranks("interleaved_1f1b", placement, num_microbatches, Shape.LOOP)
+    p, v, m = len(ranks), len(ranks[0]), num_microbatches
+    rounds = max(1, m // p)
+    if m % rounds:
+        faults = Faults("piper.schedules.interleaved_1f1b", user_line())
+        near = [n for n in range(1, 2 * m) if n % max(1, n // p) == 0]
+        below, above = max(n for n in near if n < m), min(n for n in near if n > m)
+        faults.add(
+            "num_microbatches",
+            m,
+            f"{rounds} rounds of {p} ranks do not divide it; {below} or {above} do",
+        )
+        faults.check()
+    per_round = m // rounds
+    chunk = [(step // per_round) % v for step in range(m * v)]  # of the step-th forward
+
+    def tasks(r: int) -> Iterator[_Group]:
+        run = _Stages(ranks[r], m)
+        warmup = min(m * v, (v - 1) * per_round + 2 * (p - 1 - r))
+        for step in range(m * v + warmup):
+            if step < m * v:
+                yield from run.now(_F, chunk[step])
+            if step >= warmup:
+                yield from run.now(_B, v - 1 - chunk[step - warmup])
+
+    return [Order(list(tasks(r))) for r in range(p)]
+
+
+def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
+    """1F1B with split backwards: weight gradients wait, and fill the gaps. Memory of 1F1B.
+
+    Idle: (p-1) max(F, F+I-W). Memory: min(m, p-r) microbatches, and weight-gradient work of r more.
+    Least number of microbatches: 1. Placement: a line.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 (ZB-H1).
+
+    Args:
+        placement: Devices of each stage, `{0: [0], 1: [1]}`.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        One Order per rank.
+
+    Raises:
+        PiperStrategyError: The placement or the number of microbatches is not allowed.
+    """
+    ranks = _ranks("zb_h1", placement, num_microbatches, Shape.LINE)
+
+    def tasks(r: int) -> Iterator[_Group]:
+        run = _Stages([r], num_microbatches)
+        yield from run.repeat(len(ranks) - r, "F0")
+        yield from run.repeat(
+            min(r, num_microbatches), "I0 F0"
+        )  # each rank delays BW by its number
+        yield from run.repeat(num_microbatches - r, "I0 W0 F0")
+        yield from run.repeat(r, "W0")
+
+    return [Order(list(tasks(r))) for r in range(len(ranks))]
+
+
+def zbv(placement: Placement, num_microbatches: int) -> list[Order]:
+    """Split backwards on a V: the rank of the first stage also has the last.
+
+    Idle: (p-1)F/2 at F=I=W, and no closed form otherwise. Memory: p microbatches on every rank.
+    Least number of microbatches: 1 (below 2p-1, the schedule of 2p-1 without the missing ones).
+    Placement: a V.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362; ZB-V in
+    arXiv 2401.10241.
+
+    Args:
+        placement: Devices of each stage, `{0: [0], 1: [1], 2: [1], 3: [0]}`.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        One Order per rank.
+
+    Raises:
+        PiperStrategyError: The placement or the number of microbatches is not allowed.
+    """
+    ranks = _ranks("zbv", placement, num_microbatches, Shape.VEE)
+    p = len(ranks)
+    n = max(2 * p - 1, num_microbatches)
+
+    def tasks(r: int) -> Iterator[_Group]:
+        run = _Stages(ranks[r], num_microbatches)
+        yield from run.repeat(2 * (p - r) - 1, "F0")
+        yield from run.repeat(r, "F1 F0")
+        yield from run.repeat(p - r, "F1 I1 W1")
+        yield from run.repeat(n - p, "F0 I0 W0 F1 I1 W1")
+        yield from run.repeat(r, "I0 I1")
+        yield from run.repeat(p - r, "I0 W0")
+        yield from run.repeat(n, "W1")
+        yield from run.repeat(n, "W0")
+
+    return [Order(list(tasks(r))) for r in range(p)]
+
+
+def dualpipev(placement: Placement, num_microbatches: int) -> list[Order]:
+    """A V whose forwards and backwards come in pairs, one hiding the other's communication.
+
+    A pair is one group, forward first: where its tasks are not interleaved they run in that order.
+
+    Idle, pairs not interleaved: (p-1)F/2 at F=I=W. Memory: p + 1/2 microbatches.
+    Least number of microbatches: 2p. Placement: a V.
+    Source: DeepSeek-AI, DualPipe (the 8 steps of DualPipeV); V by Sea AI Lab, arXiv 2405.15362.
+
+    Args:
+        placement: Devices of each stage, `{0: [0], 1: [1], 2: [1], 3: [0]}`.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        One Order per rank.
+
+    Raises:
+        PiperStrategyError: The placement or the number of microbatches is not allowed.
+    """
+    ranks = _ranks("dualpipev", placement, num_microbatches, Shape.VEE)
+    p, m = len(ranks), num_microbatches
+    if m < 2 * p:
+        faults = Faults("piper.schedules.dualpipev", user_line())
+        faults.whole("num_microbatches", m, 2 * p, f"{p} ranks need that many; zbv needs only one")
+        faults.check()
+
+    def tasks(r: int) -> Iterator[_Group]:
+        run = _Stages(ranks[r], m)
+        yield from run.repeat(2 * (p - r - 1), "F0")
+        yield from run.repeat(r + 1, "F0 F1")
+        yield from run.repeat(p - r - 1, "I1 W1 F1")
+        # Main part. The last rank has both ends of the turn, so its first pair would only wait.
+        first = "F0 B1 F1+B0" if r == p - 1 else "F0+B1 F1+B0"
+        yield from run.repeat(1, first)
+        yield from run.repeat(m - 2 * p + r, "F0+B1 F1+B0")
+        yield from run.repeat(p - r - 1, "B1 F1+B0")
+        # From the middle of the next r+1 backwards of each stage on, backwards are split.
+        whole = (r + 1) // 2
+        yield from run.repeat(whole, "B1 B0")
+        yield from run.repeat(1, "I1 I0" if r % 2 else "B1 I0")
+        yield from run.repeat(r - whole, "I1 I0")
+        yield from run.repeat(p - r - 1, "W I0")
+        yield from run.repeat(r + 1, "W")
+
+    return [Order(list(tasks(r))) for r in range(p)]
+
+
+SCHEDULES: Mapping[str, tuple[Schedule, Shape | None]] = {
+    "gpipe": (gpipe, None),
+    "one_f_one_b": (one_f_one_b, Shape.LINE),
+    "interleaved_1f1b": (interleaved_1f1b, Shape.LOOP),
+    "zb_h1": (zb_h1, Shape.LINE),
+    "zbv": (zbv, Shape.VEE),
+    "dualpipev": (dualpipev, Shape.VEE),
+}
+"""Every schedule by name, with the shape of placement that it needs; None: any."""
+
+_PASSES = {"F": _F, "B": _B, "I": _BI, "W": _BW}
+
+
+def _task(which: str, stage: int, micro: int) -> _Task:
+    return {"PP": stage, "MB": micro, "PASS": which}
+
+
+class _Stages:
+    """One rank's stages and how far each has come; patterns say which pass of which comes next.
+
+    A pattern is words: `F0` is the next forward of the rank's first stage, `I0` its BI, `W0` its
+    BW, `W` the oldest BW that waits, `F0+B1` one group of two. What is past the last microbatch is
+    left out, so a pattern may ask for more than there is.
+    """
+
+    def __init__(self, stages: Sequence[int], num_microbatches: int) -> None:
+        self._stages = stages
+        self._count = num_microbatches
+        self._next: dict[tuple[str, int], int] = {}
+        self._waiting: deque[int] = deque()
+
+    def now(self, which: str, chunk: int) -> Iterator[_Task]:
+        """The next task of one pass of one stage, unless all are done."""
+        # B and BI share a count: a microbatch has one or the other.
+        key = (_BI if which == _B else which, chunk)
+        micro = self._next.get(key, 0)
+        if micro == self._count:
+            return
+        self._next[key] = micro + 1
+        if which == _B:
+            self._next[_BW, chunk] = micro + 1
+        elif which == _BI:
+            self._waiting.append(chunk)
+        elif which == _BW:
+            self._waiting.remove(chunk)
+        yield _task(which, self._stages[chunk], micro)
+
+    def repeat(self, times: int, pattern: str) -> Iterator[_Group]:
+        """The groups of `times` repetitions of `pattern`."""
+        for _ in range(times):
+            for word in pattern.split():
+                group = [task for one in word.split("+") for task in self._word(one)]
+                if group:
+                    yield group
+
+    def _word(self, word: str) -> Iterator[_Task]:
+        chunk = self._waiting[0] if word == "W" else int(word[1:])
+        return self.now(_PASSES[word[0]], chunk)
+
+
+def _ranks(
+    name: str, placement: Any, num_microbatches: Any, shape: Shape | None
+) -> list[list[int]]:
+    """The stages of each rank, ranks in the order of their first stage.
+
+    Raises:
+        PiperStrategyError: Lists everything that is wrong with the arguments.
+    """
+    faults = Faults(f"piper.schedules.{name}", user_line())
+    faults.whole("num_microbatches", num_microbatches, 1)
+    count = len(placement) if isinstance(placement, Mapping) else 0
+    if not count:
+        faults.add("placement", placement, "must be a dict of stage to devices: {0: [0], 1: [1]}")
+    elif not all(is_whole(s) for s in placement) or set(placement) != set(range(count)):
+        faults.add("placement", placement, f"has {count} stages; they must be 0 to {count - 1}")
+    else:
+        for s, devices in placement.items():
+            if not _are_devices(devices):
+                faults.add(f"placement[{s}]", devices, "must be a list of different ranks: [0]")
+    faults.check()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for s in range(count):
+        groups.setdefault(tuple(placement[s]), []).append(s)
+    if sum(map(len, groups)) > len(set().union(*groups)):
+        faults.add(
+            "placement", placement, "two stages share some devices; let them share all or none"
+        )
+        faults.check()
+    ranks = list(groups.values())
+    if shape is not None and ranks != _expected(shape, count, len(ranks)):
+        faults.add("placement", placement, _NEEDS[shape])
+        faults.check()
+    return ranks
+
+
+_NEEDS = {
+    Shape.LINE: "must be a line, a stage per rank: {0: [0], 1: [1]}; where ranks have several, "
+    "use interleaved_1f1b (loop), zbv or dualpipev (V), or gpipe (any)",
+    Shape.LOOP: "must be a loop, two or more stages per rank: {0: [0], 1: [1], 2: [0], 3: [1]}; "
+    "use one_f_one_b or zb_h1 for a line, zbv or dualpipev for a V, gpipe for any",
+    Shape.VEE: "must be a V, with stages s and 2p-1-s on rank s: {0: [0], 1: [1], 2: [1], 3: [0]}; "
+    "use one_f_one_b or zb_h1 for a line, interleaved_1f1b for a loop, gpipe for any",
+}
+
+
+def _expected(shape: Shape, count: int, p: int) -> list[list[int]]:
+    """The stages of each rank in that shape; nothing if so many stages on p ranks have no such."""
+    match shape:
+        case Shape.LINE:
+            return [[s] for s in range(count)]
+        case Shape.LOOP:
+            fits = count % p == 0 and count >= 2 * p
+            return [list(range(r, count, p)) for r in range(p)] if fits else []
+        case Shape.VEE:
+            return [[r, count - 1 - r] for r in range(p)] if count == 2 * p else []
+        case _:
+            assert_never(shape)
+
+
+def _are_devices(devices: Any) -> bool:
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        return False
+    return all(is_whole(d) and d >= 0 for d in devices) and len(set(devices)) == len(devices)

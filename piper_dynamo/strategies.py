@@ -1,1 +1,118 @@
-"""Whole strategies."""
+"""Whole strategies in one call.
+
+Signature: a few numbers -> a strategy.
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import assert_never
+
+from piper_dynamo.directives import Loss, Place, Replicate, Rule, Split
+from piper_dynamo.schedules import SCHEDULES, Shape
+from piper_dynamo.strategy import LossPath, Strategy
+from piper_dynamo.values import Faults, user_line
+
+
+def placement(
+    schedule: str, ranks: int, stages: int | None = None, *, replicas: int = 1
+) -> dict[int, list[int]]:
+    """Where a schedule wants its stages: a line, a loop or a V.
+
+    Args:
+        schedule: Its name in `piper.schedules`.
+        ranks: Pipeline ranks.
+        stages: Stages in all; None: as few as the schedule can have. Only gpipe and
+            interleaved_1f1b can have more, a multiple of `ranks`.
+        replicas: Devices per pipeline rank; pipeline rank r has devices r*replicas and following.
+
+    Returns:
+        Devices of each stage.
+
+    Raises:
+        PiperStrategyError: Lists every argument that is not allowed.
+    """
+    faults = Faults("piper.strategies.placement", user_line())
+    shape = _shape(schedule, faults)
+    faults.whole("ranks", ranks, 1)
+    faults.whole("replicas", replicas, 1)
+    if stages is not None:
+        faults.whole("stages", stages, 1)
+    faults.check()
+    match shape:
+        case Shape.LINE:
+            count, fits, must = ranks, stages == ranks, f"must be {ranks}, one per rank"
+        case Shape.VEE:
+            count, fits, must = 2 * ranks, stages == 2 * ranks, f"must be {2 * ranks}, two per rank"
+        case Shape.LOOP:
+            count, fits = 2 * ranks, stages is not None and stages % ranks == 0 and stages > ranks
+            must = f"must be a multiple of ranks={ranks}, at least {2 * ranks}"
+        case None:
+            count, fits = ranks, stages is not None and stages % ranks == 0
+            must = f"must be a multiple of ranks={ranks}"
+        case _:
+            assert_never(shape)
+    if stages is not None and not fits:
+        faults.add("stages", stages, f"{must}, for {schedule}")
+        faults.check()
+    stages = count if stages is None else stages
+    on = [min(s, 2 * ranks - 1 - s) if shape is Shape.VEE else s % ranks for s in range(stages)]
+    return {s: list(range(r * replicas, (r + 1) * replicas)) for s, r in enumerate(on)}
+
+
+def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
+    schedule: str = "one_f_one_b",
+    *,
+    ranks: int,
+    num_microbatches: int,
+    stages: int | None = None,
+    replicas: int = 1,
+    zero: int = 0,
+    inputs: Mapping[str, Rule] | None = None,
+    combine: Loss = "mean",
+    loss: LossPath | None = None,
+    regions: Mapping[str, Mapping[str, int]] | None = None,
+) -> Strategy:
+    """A pipeline over regions `PP=0` to `PP=stages-1`, placed as the schedule needs it.
+
+    Args:
+        schedule: Its name in `piper.schedules`.
+        ranks: Pipeline ranks.
+        num_microbatches: How many microbatches the batch is split into.
+        stages: Stages in all; None: as few as the schedule can have, see `placement`.
+        replicas: Data-parallel copies of the pipeline; the world is ranks * replicas.
+        zero: What the replicas shard, see `Replicate`.
+        inputs: How each argument is split, see `Split`.
+        combine: How the microbatches' losses combine, see `Split`.
+        loss: Which output is the loss, see `Strategy`.
+        regions: Tags by module path, see `Strategy`.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        PiperStrategyError: An argument is not allowed here, by the schedule, or by a directive.
+    """
+    faults = Faults("piper.strategies.pipeline", user_line())
+    faults.whole("replicas", replicas, 1)
+    if replicas == 1 and zero:
+        faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
+    faults.check()
+    devices = placement(schedule, ranks, stages, replicas=replicas)
+    build, _ = SCHEDULES[schedule]
+    return Strategy(
+        Split({}, dim="MB", num_microbatches=num_microbatches, inputs=inputs, loss=combine),
+        *(Place({"PP": stage}, devices=group) for stage, group in devices.items()),
+        *([Replicate({"PP": "*"}, zero=zero)] if replicas > 1 else []),
+        *build(devices, num_microbatches),
+        loss=loss,
+        regions=regions,
+    )
+
+
+def _shape(schedule: object, faults: Faults) -> Shape | None:
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return SCHEDULES[schedule][1]
+    near = get_close_matches(str(schedule), SCHEDULES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    faults.add("schedule", schedule, f"{hint}there are: {', '.join(SCHEDULES)}")
+    return None

@@ -30,7 +30,7 @@ __all__ = [
     "Strategy",
 ]
 
-LossPath: TypeAlias = "str | int | tuple[str | int, ...]"
+LossPath: TypeAlias = str | int | tuple[str | int, ...]
 RegionTags: TypeAlias = FrozenMap[str, int]
 
 _D = TypeVar("_D", Split, Place, Replicate, Shard, Order)
@@ -58,7 +58,7 @@ class Strategy:
         self,
         *directives: Directive,
         mesh: Mesh | None = None,
-        loss: "LossPath | list[str | int] | None" = None,
+        loss: LossPath | list[str | int] | None = None,
         regions: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         """Check and store.

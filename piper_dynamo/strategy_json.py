@@ -24,7 +24,7 @@ from piper_dynamo.directives import Directive, Order, Place, Replicate, Shard, S
 from piper_dynamo.errors import PiperStrategyError, PiperSyntaxError
 from piper_dynamo.filters import Filter
 from piper_dynamo.mesh import Mesh
-from piper_dynamo.values import is_whole, shown
+from piper_dynamo.values import shown
 
 VERSION = 1
 
@@ -107,7 +107,7 @@ def load(text: str) -> Parts:
 
     Raises:
         PiperSyntaxError: The text is not JSON, or in neither form.
-        PiperStrategyError: A directive's arguments are not allowed, or nothing here does what it asks.
+        PiperStrategyError: A directive is not allowed, or there is nothing like it here.
     """
     try:
         data = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
@@ -200,8 +200,8 @@ def _check_devices(
         meets = asked in (None, "*") or placed in (None, "*") or asked == placed
         if isinstance(place, Place) and meets and set(place.devices) != set(devices):
             raise PiperStrategyError(
-                f"directive {index} names devices {devices}, but {place!r} puts the region elsewhere\n"
-                "  hint  name the same devices in both"
+                f"directive {index} names devices {devices}, but the region is placed elsewhere\n"
+                f"  place  {place!r}\n  hint   name the same devices in both"
             )
 
 
