@@ -38,7 +38,7 @@ def number_messages(drafts: list[Draft]) -> None:
 
 
 def post_receives(draft: Draft, look_ahead: int = LOOK_AHEAD) -> None:
-    """Post each channel's receives in the order they are sent, `look_ahead` messages before they are waited for.
+    """Post receives in the order they are sent, `look_ahead` messages before their waits.
 
     Posting all at the start would need a buffer per message; posting at the wait would make every
     message pay its latency.
@@ -78,7 +78,7 @@ def post_receives(draft: Draft, look_ahead: int = LOOK_AHEAD) -> None:
 
 
 def drain_sends(drafts: list[Draft]) -> None:
-    """Add a drain for every send: at the first message back that implies it is done, else at the end."""
+    """Drain every send: at the first message back that implies it is done, or at the end."""
     sends: dict[Channel, list[int]] = {}
     waits: dict[Channel, dict[int, int]] = {}
     for draft in drafts:

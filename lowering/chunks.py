@@ -28,7 +28,7 @@ _compiled: dict[tuple[str, str], ChunkFn] = {}
 def compile_chunks(
     chunks: Mapping[str, Chunk], mode: str, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, ChunkFn]:
-    """A callable per chunk name; chunks with one key share it, over all models and steps of this process.
+    """A callable per chunk name; chunks with one key share it, over all models of this process.
 
     Args:
         chunks: What to compile.
@@ -55,15 +55,15 @@ def _copy(chunk: Chunk) -> fx.Graph:
 
 
 def _aten(chunk: Chunk) -> ChunkFn:
-    """Python code that calls the operators one after another and drops each value after its last use."""
+    """Python code that calls the operators in order and drops each value after its last use."""
     graph = _copy(chunk)
     graph.set_codegen(compat.boxed_codegen())
     module = fx.GraphModule(torch.nn.Module(), graph)
-    return module.forward  # type: ignore[no-any-return]
+    return module.forward
 
 
 def _inductor(chunk: Chunk) -> ChunkFn:
-    """Decomposed, fused and compiled; every output keeps the layout that the next chunk was traced with."""
+    """Decomposed, fused, compiled; outputs keep the layout that the next chunk was traced with."""
     folder = os.environ.get("PIPER_CACHE_DIR")
     if folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
@@ -82,7 +82,8 @@ def _inductor(chunk: Chunk) -> ChunkFn:
                 arg.shape != want[0] or arg.dtype != want[2] or not _same_stride(arg, want)
             ):
                 raise PiperRuntimeError(_mismatch(i, arg, chunk.inputs[i]))
-        return run(args)
+        results: Sequence[Any] = run(args)
+        return results
 
     return checked
 
@@ -97,4 +98,8 @@ def _same_stride(arg: Any, want: tuple[Any, ...]) -> bool:
 
 def _mismatch(index: int, arg: Any, spec: TensorSpec | None) -> str:
     have = TensorSpec.of(arg)
-    return f"input {index} of a compiled chunk is {have} with strides {have.stride}, compiled for {spec} with {spec and spec.stride}"
+    strides = spec.stride if spec is not None else ()
+    return (
+        f"input {index} of a compiled chunk is {have} with strides {have.stride}, "
+        f"but it was compiled for {spec} with {strides}"
+    )

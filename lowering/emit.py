@@ -75,7 +75,7 @@ def _head(program: RankProgram) -> list[str]:
     return ["# " + " · ".join(parts), ""]
 
 
-def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:
+def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PLR0911
     ins, outs = instr.inputs, instr.outputs
     match instr.op:
         case Op.RUN:

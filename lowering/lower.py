@@ -180,7 +180,8 @@ class _Lowering:
         bundle_out = "_" if phase.gives_bundle else ""
         for user in node.users:
             slot = user.args[1]
-            assert is_pick(user) and isinstance(slot, int)
+            assert is_pick(user)
+            assert isinstance(slot, int)
             if phase.gives_bundle and slot == len(phase.results):
                 bundle_out = user.name if user.users else "_"
             elif user.users:
@@ -243,7 +244,7 @@ class _Lowering:
         )
 
     def _ensure(self, value: Node) -> None:
-        """Make an input that no local task makes: wait for its message, or slice it off the batch."""
+        """Make an input that no local task makes: wait for it, or slice it off the batch."""
         if value.op == "placeholder" or value in self.known:
             return
         task = producer(value).meta.get("task")
@@ -261,8 +262,10 @@ class _Lowering:
 
     def _slice(self, node: Node, task: Task) -> None:
         source, dim, part, parts = node.args
-        assert isinstance(source, Node) and isinstance(dim, int)
-        assert isinstance(part, int) and isinstance(parts, int)
+        assert isinstance(source, Node)
+        assert isinstance(dim, int)
+        assert isinstance(part, int)
+        assert isinstance(parts, int)
         spec: TensorSpec = node.meta["spec"]
         self.draft.instrs.append(
             Instr(
@@ -329,7 +332,8 @@ class _Lowering:
                 return
             case Kind.LOSS:
                 losses, weights = node.args
-                assert isinstance(losses, tuple | list) and isinstance(weights, tuple | list)
+                assert isinstance(losses, tuple | list)
+                assert isinstance(weights, tuple | list)
                 pairs = [str(n) for pair in zip(losses, weights, strict=True) for n in pair]
                 instr = Instr(
                     op=Op.LOSS, outputs=(node.name,), inputs=tuple(pairs), nbytes=new, **common

@@ -132,7 +132,7 @@ def simulate(
             raise PiperError(f"the plan deadlocks in simulation: {stuck}")
     makespan = max(now, default=0.0)
     return Simulation(
-        timeline=Timeline(events=tuple(events)),
+        timeline=Timeline(events=events),
         makespan=makespan,
         peaks=tuple(p.peak_bytes for p in programs),
     )
@@ -155,7 +155,7 @@ def _shares(programs: Sequence[RankProgram]) -> dict[tuple[object, ...], int]:
 
 def _cost(name: TaskName, costs: Costs, halves: Mapping[str, tuple[bool, bool]]) -> float:
     if costs.of is not None:
-        return costs.of(name)
+        return float(costs.of(name))
     has_input, has_weight = halves.get(str(name.region), (True, True))
     match name.which:
         case Pass.F:

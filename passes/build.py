@@ -87,7 +87,7 @@ class _Builder:
             self.values[self.capture.tangent] = node
 
     def run(self, phases: list[tuple[Pass, RegionId]]) -> None:
-        """Add the tasks as their inputs become known; forward order needs one sweep, accumulation may need more."""
+        """Add the tasks as their inputs become known; one sweep does for most models."""
         left = list(phases)
         while left:
             waiting = []
@@ -114,9 +114,9 @@ class _Builder:
 
     def _ready(self, which: Pass, region: RegionId) -> bool:
         phase = self._phase(which, region)
-        if which is Pass.B and phase is not None and phase.takes_bundle:
-            if region not in self.bundles:
-                return False
+        needs_bundle = which is Pass.B and phase is not None and phase.takes_bundle
+        if needs_bundle and region not in self.bundles:
+            return False
         return phase is None or all(n in self.values for n in self._inputs(phase, region))
 
     def _add(self, which: Pass, region: RegionId) -> None:

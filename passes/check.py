@@ -1,4 +1,7 @@
-"""Level 3 of `PIPER_VERIFY`: run the DAG on one process and compare it with the captured graph, microbatch by microbatch."""
+"""Level 3 of `PIPER_VERIFY`: run the DAG on one process, compare it with the captured graph.
+
+Signature: DAG before placement, captured graph -> nothing, or a refusal that names what differs.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +21,10 @@ from piper_dynamo.passes.regions import Regions
 def value_checker(
     capture: Capture, regions: Regions, dims: dict[int, int]
 ) -> Callable[[Dag], None] | None:
-    """A check that a DAG before placement computes the captured loss and gradients; None where it draws random numbers or has no loss."""
+    """A check that a DAG computes the captured loss and gradients.
+
+    None where there is nothing to compare: the graph draws random numbers, or has no loss.
+    """
     if capture.loss is None or any(is_random(n) for n in capture.graph.nodes):
         return None
 

@@ -28,7 +28,7 @@ from piper_dynamo.passes.regions import Regions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGraph:
-    """One region's joint graph. Inputs and outputs are named by the nodes of the captured joint graph.
+    """One region's joint graph; inputs and outputs are named by the captured graph's nodes.
 
     Attributes:
         region: Which region.
@@ -83,7 +83,7 @@ def _crosses(node: Node, regions: Regions) -> bool:
 
 
 def _make_borders_contiguous(capture: Capture, regions: Regions) -> None:
-    """Messages are contiguous; a transposed value is copied by its producer, once, and its consumers see the copy."""
+    """Messages are contiguous: a transposed value is copied once, by its producer."""
     graph = capture.graph
     for node in list(graph.nodes):
         if node not in regions.of or not _crosses(node, regions):
@@ -127,7 +127,7 @@ def _extract(
     tangents: list[Node] = []
 
     def source_of(node: Node) -> None:
-        """Make sure an outside value is in the new graph: a placeholder, or a copy of a free node."""
+        """Find where an outside value comes from: a placeholder, or a free node's own sources."""
         if node in values or node in inside:
             return
         if node.op == "placeholder" or node in regions.of:
@@ -201,7 +201,7 @@ def _extract(
 def _own_gradients(
     graph: fx.Graph, outputs: list[Node], shared: list[bool], capture: Capture
 ) -> list[Node]:
-    """Copy each parameter gradient that shares memory with an input or another output, or is expanded.
+    """Copy parameter gradients that share memory with an input or output, or are expanded.
 
     Gradients are accumulated in place and handed to the user, so each needs memory of its own.
     """

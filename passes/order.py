@@ -7,6 +7,7 @@ Signature: placed DAG -> the same DAG with order edges beside it.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch.fx.node import Node
@@ -120,7 +121,7 @@ class Order:
                     groups.append(list(dict.fromkeys(found)))
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
-            for before, after in zip(groups, groups[1:], strict=False):
+            for before, after in pairwise(groups):
                 dag.orders += [(a, b, order.where) for a in before for b in after if a is not b]
         if faults:
             raise PiperPlanError(
@@ -157,7 +158,8 @@ def _doubled(order: Any, groups: list[list[Node]]) -> list[str]:
         for node in group:
             if node in seen:
                 faults.append(
-                    f"{order.where}: {task_of(node).name} comes twice, as group {seen[node]} and group {position}"
+                    f"{order.where}: {task_of(node).name} comes twice, "
+                    f"as group {seen[node]} and group {position}"
                 )
             seen[node] = position
     return faults
@@ -189,7 +191,8 @@ def check_acyclic(dag: Dag) -> None:
     lines = []
     for later, earlier in zip(cycle[1:] + cycle[:1], cycle, strict=True):
         lines.append(
-            f"{_line(tasks[later])}  waits for  {_short(tasks[earlier])}  ({reason[earlier, later]})"
+            f"{_line(tasks[later])}  waits for  {task_of(tasks[earlier])}  "
+            f"({reason[earlier, later]})"
         )
     ranks = {task_of(tasks[i]).devices for i in cycle}
     title = (
@@ -202,11 +205,6 @@ def check_acyclic(dag: Dag) -> None:
             title, {"cycle": "\n".join(lines)}, hint="change the order of one of these tasks"
         )
     )
-
-
-def _short(node: Node) -> str:
-    task = task_of(node)
-    return str(task)
 
 
 def _line(node: Node) -> str:

@@ -116,7 +116,7 @@ class Partitioner:
     def _split(
         self, region: RegionGraph, num_forward: int
     ) -> tuple[fx.Graph, fx.Graph | None, list[str]]:
-        """Forward graph, backward graph and the names of the saved values (forward nodes or primals)."""
+        """Forward graph, backward graph, names of the saved values (forward nodes or primals)."""
         graph = region.graph
         if not region.backward:
             return _copy(graph), None, []
@@ -172,7 +172,7 @@ def _phase(
     *,
     gives_bundle: bool,
 ) -> Phase | None:
-    """Normalise a graph to primals it reads, the bundle, tangents it reads; None where it computes nothing."""
+    """A graph with its inputs in order: primals, bundle, tangents; None if it computes nothing."""
     drop_dead(graph)
     new = fx.Graph()
     values: dict[Node, Node] = {}
@@ -219,7 +219,7 @@ def _split_backward(
     primal_index: dict[str, int],
     keeps_primal: tuple[bool, ...],
 ) -> tuple[fx.Graph, fx.Graph, list[str], tuple[int, ...], tuple[int, ...]]:
-    """BI: what the early outputs need. BW: the rest, from values that BI keeps; nothing is computed twice.
+    """BI: what the early outputs need. BW: the rest, from values that BI keeps.
 
     Returns:
         BI's graph, BW's graph, names of the values BI keeps, and which backward outputs each gives.

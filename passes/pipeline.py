@@ -1,4 +1,4 @@
-"""The runner: applies the passes in their one visible order; it alone verifies, times, dumps and logs.
+"""The runner: applies the passes in order; it alone verifies, times, dumps and logs.
 
 `PIPER_DUMP=folder` writes the DAG's text before the first pass and after each.
 `PIPER_VERIFY=0|1|2|3` sets what is checked between
@@ -78,7 +78,7 @@ def _placed(dag: Dag) -> bool:
 
 
 def check_structure(dag: Dag, after: str) -> None:
-    """Every node reads earlier nodes, has its record, and picks only what a task gives; orders join existing tasks."""
+    """Nodes read earlier nodes, have their records, and pick what tasks give; orders hold."""
     seen: set[Node] = set()
     names: set[TaskName] = set()
     for node in dag.graph.nodes:
@@ -112,4 +112,5 @@ def check_names(dag: Dag, after: str) -> None:
     """Task names survive printing and parsing."""
     for node in dag.tasks():
         name = task_of(node).name
-        assert name is not None and TaskName.parse(str(name)) == name, f"after {after}: {name}"
+        assert name is not None
+        assert TaskName.parse(str(name)) == name, f"after {after}: {name}"

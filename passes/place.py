@@ -20,7 +20,7 @@ from piper_dynamo.passes.select import describe_miss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One Place directive, resolved: what it matches, its ranks, and how to name it in a message."""
+    """One Place directive: what it matches, its ranks, and its name in a message."""
 
     filter: Any
     devices: tuple[int, ...]
@@ -92,7 +92,8 @@ class Place:
             if outside:
                 faults.append(
                     f"{placement.label} names ranks {outside}, but the world has ranks "
-                    f"0-{self._world_size - 1}\n  hint  start {max(outside) + 1} ranks, or change the devices"
+                    f"0-{self._world_size - 1}\n"
+                    f"  hint  start {max(outside) + 1} ranks, or change the devices"
                 )
             if not used[i]:
                 faults.append(f"{placement.label} " + describe_miss(placement.filter, dag))
@@ -119,14 +120,15 @@ class Place:
         for devices, node in lonely.items():
             if not self._shared(node):
                 faults.append(
-                    f"{task_of(node).name} is placed on {len(devices)} ranks {devices}, and no directive says how they share it\n"
+                    f"{task_of(node).name} is placed on {len(devices)} ranks {devices}, "
+                    "and no directive says how they share it\n"
                     "  hint  add piper.Replicate(...) or piper.Shard(...), or place it on one rank"
                 )
         return faults
 
 
 def _last_task(node: Node) -> Node:
-    """The last compute task behind a value: what several groups give meets where the last one is made."""
+    """The last compute task behind a value: several groups' values meet where it runs."""
     while task_of(node).kind is not Kind.COMPUTE:
         node = [s for i in node.all_input_nodes if (s := producer(i)).meta.get("task")][-1]
     return node

@@ -130,7 +130,7 @@ def _tags(node: Node) -> dict[str, int]:
 
 
 def _number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, int]]:
-    """Turn the fresh numbers of annotations without an index into 0, 1, 2, ... in order of entry."""
+    """Number annotations without an index 0, 1, 2, ... in order of entry."""
     entries: dict[str, set[int]] = defaultdict(set)
     explicit: set[str] = set()
     for found in tags.values():
@@ -161,7 +161,7 @@ def _number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, in
 
 
 def _adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
-    """Give untagged forward nodes the tags of their nearest producer, or of their first consumer where inputs are all they read."""
+    """Untagged forward nodes join their nearest producer, or else their first consumer."""
     place = {node: i for i, node in enumerate(forward)}
     untagged = [n for n in forward if not tags[n]]
     if len(untagged) == len(forward):
@@ -184,7 +184,7 @@ def _adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
 def _merge_runs(
     forward: list[Node], tags: dict[Node, dict[str, int]]
 ) -> tuple[dict[Node, RegionId], tuple[RegionId, ...]]:
-    """Regions from runs: a run joins the last region of its tags unless a path leaves that region and comes back."""
+    """A run joins the last region of its tags unless a path leaves that and comes back."""
     of: dict[Node, RegionId] = {}
     before: dict[RegionId, set[RegionId]] = {}  # all regions a region depends on
     last: dict[Tags, RegionId] = {}
@@ -297,7 +297,7 @@ def _place_backward(
     of: dict[Node, RegionId],
     order: tuple[RegionId, ...],
 ) -> None:
-    """Regions of backward nodes other than tails, and of forward-valued nodes that autograd made."""
+    """Assign a region to every backward node other than tails."""
     late: list[Node] = []
     for node in graph.nodes:
         if node.op != "call_function" or node in of or node in tails or node not in backward:
@@ -332,7 +332,7 @@ def _split_tails(
     of: dict[Node, RegionId],
     order: tuple[RegionId, ...],
 ) -> dict[int, dict[RegionId, Node]]:
-    """Each region's partial gradient of each argument; copies of tails are added to the graph where regions differ."""
+    """Each region's partial gradient of each argument; tails are copied per region."""
     rank = {region: i for i, region in enumerate(order)}
     split: dict[Node, dict[RegionId, Node]] = {}
     for node in [n for n in capture.graph.nodes if n in tails]:

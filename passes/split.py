@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def batch_dims(
     args: tuple[Arg, ...], num_microbatches: int, inputs: Mapping[str, int | str] | None, where: str
 ) -> dict[int, int]:
-    """The dim along which each data argument is sliced, by position; arguments that are replicated are left out.
+    """The dim along which each data argument is sliced, by position; the others are replicated.
 
     By default every data tensor of at least one dim is sliced along dim 0, and all must agree on
     its size. A 0-dim tensor and a number go to every microbatch as they are.
@@ -63,13 +63,14 @@ def batch_dims(
         faults.append(
             "the arguments' batch sizes disagree: "
             + ", ".join(f"{name} has {size}" for name, size in sizes.items())
-            + '; say which are not sliced: Split(..., inputs={name: "replicate"}), or along which dim'
+            + '; say which are not sliced, Split(..., inputs={name: "replicate"}), or which dim is'
         )
     for name, size in sizes.items():
         if size == 0 or size % num_microbatches:
             divisors = [d for d in range(1, size + 1) if size % d == 0]
             faults.append(
-                f"argument {name!r} has batch {size}, which {num_microbatches} microbatches do not divide; "
+                f"argument {name!r} has batch {size}, "
+                f"which {num_microbatches} microbatches do not divide; "
                 f"numbers that do: {divisors or 'none'}"
             )
     if faults:
@@ -134,10 +135,10 @@ class Split:
         dag.num_microbatches = self._parts
 
     def _whole(self, dag: Dag, node: Node) -> TensorSpec:
-        spec = node.meta["spec"]
+        spec: TensorSpec = node.meta["spec"]
         dim = self._dims.get(node.meta["arg"])
         if dim is None or self._parts == 1:
-            return spec  # type: ignore[no-any-return]
+            return spec
         whole = dag.args[node.meta["arg"]].spec
         assert whole is not None
         return whole.contiguous()
@@ -186,7 +187,7 @@ class Split:
                 name="loss",
                 spec=results["loss"].meta["spec"],
             )
-        outputs = []
+        outputs: list[Node | None] = []
         for index, out in enumerate(results["outputs"]):
             if out is None:
                 outputs.append(None)

@@ -62,9 +62,7 @@ def _split(dag: Dag, node: Node) -> None:
                 bundle = pick(dag.graph, half, len(phase.results), f"bundle_{half.name}", None)
     for old in list(node.users):
         assert whole is not None
-        slot = old.args[1]
-        assert isinstance(slot, int)
-        replacement = new[whole.results[slot]]
+        replacement = new[whole.results[int(str(old.args[1]))]]
         label = old.name
         old.replace_all_uses_with(replacement)
         dag.graph.erase_node(old)

@@ -27,7 +27,7 @@ class Tie:
     name = "tie"
 
     def __call__(self, dag: Dag) -> None:
-        """Rewrite `dag` in place; a gradient in the results becomes the list of its holders' nodes."""
+        """Rewrite `dag` in place; a gradient in the results becomes its holders' nodes."""
         results = results_of(dag.graph)
         output = dag.graph.find_nodes(op="output")[0]
         grads = {}

@@ -1,4 +1,4 @@
-"""Every private or version-dependent name of torch that Piper uses, in one place (torch 2.11 - 2.14)."""
+"""Every private or version-dependent name of torch that Piper uses (torch 2.11 - 2.14)."""
 
 import inspect
 import weakref
@@ -70,13 +70,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def annotate(tags: dict[str, Any]) -> Any:
-    """Torch's annotation context manager: writes `tags` into the `meta["custom"]` of what is traced."""
+    """Torch's annotation: writes `tags` into the `meta["custom"]` of what is traced."""
     return fx_traceback.annotate(tags)
 
 
 def assume_constant_result(fn: F) -> F:
     """Dynamo calls `fn` while tracing and burns its result into the graph."""
-    return _assume_constant_result(fn)  # type: ignore[no-any-return]
+    return _assume_constant_result(fn)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
@@ -141,7 +141,7 @@ def _flat_graph(gm: fx.GraphModule) -> fx.Graph:
 
 
 def trace_joint(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx.Graph:
-    """The joint forward-backward graph of `gm` on fake `args`: functional, undecomposed, untouched by a partitioner.
+    """The joint forward-backward graph of `gm` on fake `args`: functional, undecomposed.
 
     Placeholders are `primals_*` then `tangents_*`; the output node's `meta["desc"]` says what each
     output is.
@@ -161,10 +161,10 @@ def trace_joint(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx
 
 
 def trace_forward(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx.Graph:
-    """The forward graph of `gm` under no_grad; the form is that of `trace_joint` without tangents."""
+    """The forward graph of `gm` under no_grad, in the form of `trace_joint`."""
 
-    def capture(forward: fx.GraphModule, *unused: Any, **kwargs: Any) -> Any:
-        raise _Captured(forward)
+    def capture(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        raise _Captured(gm)
 
     try:
         with fake_tracing(mode), torch.no_grad():
@@ -179,7 +179,7 @@ def trace_forward(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
 def min_cut_partition(
     joint: fx.GraphModule, inputs: list[Any], num_fwd_outputs: int, mode: FakeTensorMode
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Torch's min-cut partitioner. Never recomputes a matmul unless the user's checkpoint asks for it."""
+    """Torch's min-cut partitioner; recomputes a matmul only if a checkpoint asks for it."""
     # The ban on recomputing what is materialised for the backward keeps values that are one cheap
     # kernel away: lifting
     # it cuts the saved bytes of a Llama block by a third and recomputes no matmul.
@@ -200,7 +200,7 @@ def default_store() -> Any:
 
 
 def unmark_dynamic() -> None:
-    """Take back every `mark_dynamic`: guards only ask that a later call's marks are among the traced ones."""
+    """Take back every `mark_dynamic`: guards ask only that later marks were traced."""
     names = (
         "_dynamo_dynamic_indices",
         "_dynamo_dynamic_range",
@@ -276,8 +276,7 @@ def target_name(target: Any) -> str:
 
 
 def compile_with_inductor(gm: fx.GraphModule, specs: Any) -> Callable[[list[Any]], Any]:
-    """Inductor's code for a flat graph of undecomposed operators on inputs of fixed shape; called with one list."""
-    from torch._dynamo.utils import detect_fake_mode
+    """Inductor's code for a flat, undecomposed graph on fixed shapes; called with one list."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
@@ -293,7 +292,6 @@ def compile_with_inductor(gm: fx.GraphModule, specs: Any) -> Callable[[list[Any]
         ]
     with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode), mode:
         traced = make_fx(gm, decomposition_table=select_decomp_table())(*fakes)
-    assert detect_fake_mode(fakes) is mode
     (output,) = traced.graph.find_nodes(op="output")
     # All outputs keep their strides: the next chunk was traced with them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))

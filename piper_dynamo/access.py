@@ -1,4 +1,4 @@
-"""Functions on a compiled step: its parameters, its share of the data, its plan, the gradient norm, a recorded timeline."""
+"""Functions on a compiled step: parameters, data rank, plan, gradient norm, timeline."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,8 @@ def module_of(step: Any) -> nn.Module:
     module = getattr(step, "_orig_mod", step)
     if not isinstance(module, nn.Module):
         raise PiperError(
-            f"expected what torch.compile(model, backend='piper', ...) or piper.compile returned, got {type(step).__name__}"
+            "expected what torch.compile(model, backend='piper', ...) or piper.compile returned, "
+            f"got {type(step).__name__}"
         )
     return module
 
@@ -40,7 +41,7 @@ def state_of(step: Any) -> StepState:
             _adopt_unused(module, record.owner)
             return record.owner
     raise PiperError(
-        "this step has no state yet: call piper.prepare(step, *example_inputs), piper.compile(...), or run it once"
+        "this step has no state yet: call piper.prepare(step, *example_inputs) or run it once"
     )
 
 
@@ -52,7 +53,7 @@ def _adopt_unused(module: nn.Module, state: StepState) -> None:
 
 
 def named_parameters(step: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters this rank holds, by the user's own names; an empty anchor where it holds none."""
+    """The parameters this rank holds, by the user's names; an empty anchor where it holds none."""
     state = state_of(step)
     found = False
     for name, param in module_of(step).named_parameters():
@@ -88,9 +89,9 @@ def explain(step: Any) -> Plan:
 
 
 def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`; every rank must call it.
+    """Scale gradients so that their norm over all ranks is at most `max_norm`.
 
-    Each parameter counts once, however many ranks hold it. Returns the norm before, the same on
+    Every rank must call it. Each parameter counts once, however many ranks hold it. Returns the norm before, the same on
     every rank (0-dim, at least float32).
     """
     state = state_of(step)
@@ -131,7 +132,7 @@ def _global_norm(state: StepState, grads: list[Tensor], norm_type: float) -> Ten
 
 @contextmanager
 def record(step: Any) -> Iterator[Any]:
-    """Record when this rank ran what in the next step: `with piper.record(step) as timeline: step(...)`."""
+    """Record when this rank runs what: `with piper.record(step) as timeline: step(...)`."""
     state = state_of(step)
     timeline, take = recorder(state.rank)
     state.recorder = take

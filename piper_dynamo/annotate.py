@@ -10,7 +10,7 @@ trace time, and capture turns the numbers it finds, in rising order, into 0, 1, 
 
 import itertools
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperStrategyError
@@ -56,5 +56,5 @@ def annotate(name: str, index: int | None = None) -> AbstractContextManager[None
     _check(name, index)
     key = PREFIX + name
     if index is None:
-        return compat.annotate({key + ENTRY: _fresh_entry()})
-    return compat.annotate({key: index})
+        return cast(AbstractContextManager[None], compat.annotate({key + ENTRY: _fresh_entry()}))
+    return cast(AbstractContextManager[None], compat.annotate({key: index}))

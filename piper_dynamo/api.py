@@ -37,7 +37,7 @@ def compile(
     Raises:
         PiperError: The model, the strategy or the inputs are refused.
     """
-    Options.of({"strategy": strategy, **options})
+    Options.of(dict(options, strategy=strategy))
     step = torch.compile(
         model, backend=piper, fullgraph=True, options={"strategy": strategy, **options}
     )
@@ -49,7 +49,9 @@ def compile(
 
 
 def prepare(step: Any, *args: Any, **kwargs: Any) -> None:
-    """Capture, plan and compile a step for inputs like these, and release what this rank does not hold. Runs nothing.
+    """Capture, plan and compile a step for inputs like these; runs nothing.
+
+    What this rank does not hold is released.
 
     Raises:
         PiperError: The model, the strategy or the inputs are refused.
@@ -102,7 +104,7 @@ def plan(
 
 
 def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One call of the step in a session; a loss named by its path takes a first one, to see the output's structure."""
+    """Call the step in a session, first to see the output's structure, then to plan."""
     now.probe = True
     output = _guarded(step, args, kwargs)
     now.probe = False
@@ -161,7 +163,8 @@ def _dynamo_text(error: Exception) -> str:
         "graph break: a strategy needs the whole call in one graph",
         {"at": at.split(", in ")[0], "why": lines[0] if lines else type(error).__name__},
         hint=(
-            "move the statement out of forward (prints, .item(), data-dependent ifs, calls into other libraries); "
+            "move the statement out of forward (prints, .item(), data-dependent ifs, "
+            "other libraries); "
             "without a strategy, graph breaks work"
         ),
     )
@@ -203,7 +206,7 @@ def loss_index(output: Any, wanted: Any) -> int:
                 {"outputs": ", ".join(output_paths(output)) or "no tensors"},
             )
         )
-    return found.index
+    return found.place
 
 
 def output_paths(output: Any, prefix: str = "") -> list[str]:

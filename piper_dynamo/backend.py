@@ -36,7 +36,7 @@ def piper(
     """
     if mode is not None:
         raise PiperCaptureError(
-            f"torch.compile(mode={mode!r}) has no meaning for the piper backend; use options={{...}}"
+            f"torch.compile(mode={mode!r}) means nothing to the piper backend; use options={{...}}"
         )
     chosen = Options.of(options)
     if chosen.strategy is None:
@@ -73,7 +73,8 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
             "graph break: a strategy needs the whole call in one graph",
             {"at": where, "why": reason.strip().splitlines()[0]},
             hint=(
-                "move the statement out of forward (prints, .item(), data-dependent ifs, calls into other libraries); "
+                "move the statement out of forward (prints, .item(), data-dependent ifs, "
+                "other libraries); "
                 "without a strategy, graph breaks work"
             ),
         )

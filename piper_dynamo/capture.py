@@ -117,7 +117,8 @@ def no_loss_message(results: Sequence[Any]) -> str:
         title,
         {"tensor outputs": shapes, "differentiable scalars": scalars or "none"},
         hint=(
-            "return a scalar loss from forward, or name it: piper.Strategy(..., loss=<key, path or index>) "
+            "return a scalar loss from forward, or name it: "
+            "piper.Strategy(..., loss=<key, path or index>) "
             "with piper.prepare or piper.compile"
         ),
     )
@@ -156,7 +157,7 @@ def _placeholders(graph: fx.Graph) -> list[Node]:
 
 
 def _is_module_state(source: Any) -> bool:
-    """Whether a source hangs off a module (its parameter, buffer or plain attribute) or is a global."""
+    """Whether a source hangs off a module (parameter, buffer, attribute) or is a global."""
     if source is None:
         return False
     for link in compat.source_chain(source):
@@ -181,7 +182,7 @@ def _fake_args(
     batch_dims: dict[int, int],
     num_microbatches: int,
 ) -> list[Any]:
-    """Fresh fake tensors, data at the microbatch's sizes (slices are made contiguous); sizes follow their tensors."""
+    """Fresh fake tensors, data at the microbatch's sizes and contiguous like its slices."""
     fakes: dict[int, Any] = {}
     shapes: dict[str, Sequence[int]] = {}
     for arg in args:
@@ -248,7 +249,8 @@ def _fake_run(
                     "why": str(cause).splitlines()[0] if str(cause) else type(cause).__name__,
                 },
                 hint=(
-                    "a batch size is baked into the graph: take sizes from the inputs (x.shape[0], -1), "
+                    "a batch size is baked into the graph: "
+                    "take sizes from the inputs (x.shape[0], -1), "
                     'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
                 ),
             )
@@ -283,7 +285,7 @@ def _choose_loss(results: Sequence[Any], loss: int | None) -> int | None:
 
 
 def _detach_outputs(gm: fx.GraphModule, loss: int | None) -> fx.GraphModule:
-    """A copy whose outputs other than the loss are cut from the backward, and none of which is a view of an input.
+    """A copy whose outputs other than the loss are cut from the backward.
 
     AOTAutograd would give a view of an input back to its own runtime to rebuild; a copy keeps it in
     the graph. `_drop_output_copies` takes away the copies that turn out not to be needed.
@@ -355,7 +357,8 @@ def _read_ends(
             if args[position].kind is not ArgKind.BUFFER:
                 raise PiperCaptureError(
                     format_error(
-                        f"the model changes its {args[position].kind} {args[position].name!r} in place",
+                        f"the model changes its {args[position].kind} "
+                        f"{args[position].name!r} in place",
                         {"at": user_line(node) if isinstance(node, Node) else "unknown line"},
                         hint="work on a copy (x = x.clone()); only buffers may change in forward",
                     )

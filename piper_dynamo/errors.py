@@ -24,7 +24,7 @@ class PiperPlanError(PiperError):
 
 
 class PiperRuntimeError(PiperError):
-    """A running step failed; names rank, stage, microbatch, instruction and the user's source line."""
+    """A running step failed; names rank, stage, microbatch and the user's source line."""
 
 
 class PiperTimeoutError(PiperRuntimeError):
@@ -63,7 +63,7 @@ def format_error(title: str, details: Mapping[str, object] | None = None, *, hin
 
 
 def join_faults(title: str, faults: list[str], *, hint: str = "") -> str:
-    """One message for all faults of a check: the title, each fault as an indented block, the hint."""
+    """One message for all faults of a check: the title, a block per fault, the hint."""
     blocks = ["\n".join("  " + line for line in fault.splitlines()) for fault in faults]
     tail = [f"  hint  {hint}"] if hint else []
     return "\n".join([title, *blocks, *tail])

@@ -1,6 +1,7 @@
 """The measured timeline of a step, from the times at which its instructions ended."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.task import TaskName
@@ -15,7 +16,7 @@ def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
 
     def take(executor: Executor) -> None:
         marks = executor.marks
-        for (_, start), (index, end) in zip(marks, marks[1:], strict=False):
+        for (_, start), (index, end) in pairwise(marks):
             instr = executor.program.instrs[index]
             kind, stream = _kind(instr.op), "compute"
             tags: dict[str, int | str] = {}

@@ -46,7 +46,7 @@ from piper_dynamo.strategy import Split as SplitDirective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A captured microbatch, cut and partitioned; every strategy's plan starts from a copy of its DAG."""
+    """A captured microbatch, cut and partitioned; every strategy starts from a copy of its DAG."""
 
     capture: Capture
     regions: Regions
@@ -143,25 +143,22 @@ class Plan:
 
     def summary(self) -> str:
         """Ranks, what they hold and run, messages, and predicted memory, as a table."""
+        count = self.dag.num_microbatches
+        head = ("rank", "regions", "parameters", "buffers", "tasks", "sends", "sent", "step peak")
+        rows = [head, *(self._row(program) for program in self.programs)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = [
-            f"plan of {self.world_size} rank{'s' if self.world_size > 1 else ''}, "
-            f"{self.dag.num_microbatches} microbatch{'es' if self.dag.num_microbatches > 1 else ''}, "
-            f"{'training' if self.dag.training else 'forward only'}",
-            "rank  regions          parameters     buffers   tasks  messages out   bytes out   step peak",
+            f"plan of {_many(self.world_size, 'rank')}, {_many(count, 'microbatch', 'es')}, "
+            f"{'training' if self.dag.training else 'forward only'}"
         ]
-        for program in self.programs:
-            runs = [i for i in program.instrs if i.op is Op.RUN]
-            regions = list(dict.fromkeys(i.target.split("_", 1)[1] for i in runs))
-            sends = [i for i in program.instrs if i.op is Op.SEND and i.spec is not None]
-            held = [self.args[p] for _, p in program.state]
-            params = sum(a.spec.nbytes for a in held if a.kind is ArgKind.PARAMETER and a.spec)
-            buffers = sum(a.spec.nbytes for a in held if a.kind is ArgKind.BUFFER and a.spec)
-            lines.append(
-                f"{program.rank:>4}  {', '.join(regions):<16} {_size(params):>10}  {_size(buffers):>10}  {len(runs):>6}"
-                f"  {len(sends):>12}  {_size(sum(i.spec.nbytes for i in sends if i.spec)):>10}  {_size(program.peak_bytes):>10}"
+        for row in rows:
+            cells = (
+                c.ljust(w) if i == 1 else c.rjust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
             )
-        unique = {c.key for c in self.chunks.values()}
-        lines.append(f"chunks: {len(self.chunks)}, compiled once each: {len(unique)}")
+            lines.append("  ".join(cells).rstrip())
+        unique = {key for program in self.programs for _, key in program.chunks}
+        lines.append(f"{_many(len(unique), 'chunk')} to compile")
         if self.untagged:
             lines.append("untagged operators, and the region they joined:")
             lines += [
@@ -170,16 +167,41 @@ class Plan:
             ]
         return "\n".join(lines)
 
+    def _row(self, program: RankProgram) -> tuple[str, ...]:
+        runs = [i for i in program.instrs if i.op is Op.RUN]
+        regions = dict.fromkeys(i.target.split("_", 1)[1] for i in runs)
+        sends = [i.spec.nbytes for i in program.instrs if i.op is Op.SEND and i.spec is not None]
+        held = [self.args[p] for _, p in program.state]
+        sizes = {
+            kind: sum(a.spec.nbytes for a in held if a.kind is kind and a.spec is not None)
+            for kind in (ArgKind.PARAMETER, ArgKind.BUFFER)
+        }
+        return (
+            str(program.rank),
+            ", ".join(regions),
+            show_bytes(sizes[ArgKind.PARAMETER]),
+            show_bytes(sizes[ArgKind.BUFFER]),
+            str(len(runs)),
+            str(len(sends)),
+            show_bytes(sum(sends)),
+            show_bytes(program.peak_bytes),
+        )
+
     def __str__(self) -> str:
         return self.summary()
 
 
-def _size(nbytes: int) -> str:
+def show_bytes(nbytes: float) -> str:
+    """Bytes with a unit that reads well."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024  # type: ignore[assignment]
+        nbytes /= 1024
     return f"{nbytes:.1f} GiB"
+
+
+def _many(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}" + (plural if count != 1 else "")
 
 
 _templates: dict[tuple[Any, ...], Template] = {}
@@ -260,7 +282,8 @@ def refuse_unsupported(strategy: Strategy) -> None:
         faults.append(f"Split(dim={split.dim!r}): the microbatch tag is 'MB' for now")
     if split.filter.items:
         faults.append(
-            f"Split({split.filter!r}): only the whole model can be split for now; use Split({{}}, ...)"
+            f"Split({split.filter!r}): only the whole model can be split for now; "
+            "use Split({}, ...)"
         )
     if faults:
         raise PiperStrategyError(

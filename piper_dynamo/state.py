@@ -1,4 +1,4 @@
-"""Parameters on a rank: held whole, or absent at no cost; and the hand-over of gradients to autograd.
+"""Parameters on a rank, held or absent; the hand-over of gradients to autograd.
 
 Terms: a parameter is *held* by the ranks whose regions use it; elsewhere it is *absent*: it
     keeps its name, shape and
@@ -24,25 +24,11 @@ from piper_dynamo.ir.spec import TensorSpec
 
 ANCHOR = "_piper_anchor"  # name of the empty parameter of a rank that holds none
 
+_FIELDS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn")
+_METHODS = ("is_floating_point", "is_complex", "size", "dim", "numel", "nelement", "element_size")
 _METADATA = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_nested.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.stride,
+    *(getattr(torch.Tensor, name).__get__ for name in (*_FIELDS, "is_sparse", "is_nested")),
+    *(getattr(torch.Tensor, name) for name in (*_METHODS, "stride")),
 }
 
 
@@ -124,7 +110,7 @@ def record_of(tensor: Tensor) -> Record | None:
 
 
 def spec_of_arg(tensor: Tensor) -> TensorSpec:
-    """The spec of an argument as it is where it is held: an absent parameter remembers its layout."""
+    """The spec of an argument where it is held: an absent parameter remembers its layout."""
     record = record_of(tensor)
     return record.spec if record is not None else TensorSpec.of(tensor)
 
@@ -183,7 +169,7 @@ class StepState:
                     format_error(
                         f"parameter {name!r} is needed on rank {self.rank}, which released it",
                         {"held by": record.holders},
-                        hint="place the regions that use it on the same ranks in every mode of the model",
+                        hint="place what uses it on the same ranks in every mode of the model",
                     )
                 )
             return record
@@ -198,7 +184,7 @@ class StepState:
 
 
 def _release(param: Tensor, record: Record) -> None:
-    """Free the memory. The class changes, not the object: the module, its names and its ties stay as they are."""
+    """Free the memory. The class changes, not the object: names and ties stay as they are."""
     why = format_error(
         f"parameter {record.name!r} is not on this rank",
         {"held by": f"rank {', '.join(map(str, record.holders))}", "this rank": record.owner.rank},
@@ -231,8 +217,8 @@ class Gradients:
             raise PiperRuntimeError(self._gone)
         grads, self._grads = self._grads, None
         self._gone = (
-            "backward was called twice on one loss of a compiled step; its gradients were handed over "
-            "the first time: call the step again"
+            "backward was called twice on one loss of a compiled step; its gradients were "
+            "handed over the first time: call the step again"
         )
         return grads
 
@@ -253,7 +239,7 @@ class _HandOver(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
         grads = ctx.gradients.take()
         if incoming.device.type != "cpu" or incoming.item() != 1.0:
@@ -271,6 +257,6 @@ def attach(state: StepState, loss: Tensor, params: list[Tensor], grads: list[Ten
     if len(state.outstanding) > 2:
         state.outstanding.popleft().drop()
     with torch.enable_grad():
-        result = _HandOver.apply(loss, gradients, *params)
+        result = _HandOver.apply(loss, gradients, *params)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
     return result

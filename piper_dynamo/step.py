@@ -1,4 +1,4 @@
-"""A compiled step: what `torch.compile(model, backend="piper")` calls, and the functions that look at it.
+"""A compiled step: what `torch.compile(model, backend="piper")` calls.
 
 Programs are keyed by the concrete sizes of all inputs. State hangs on the Parameters given at the
 call (see `state.py`).
@@ -177,13 +177,14 @@ class CompiledStep:
             return strategy.loss
         raise PiperCaptureError(
             format_error(
-                f"the loss is named by the path {strategy.loss!r}, which a plain first call cannot resolve",
+                f"the loss is named by the path {strategy.loss!r}, "
+                "which a plain first call cannot resolve",
                 hint="call piper.prepare(step, *example_inputs) first, or use piper.compile",
             )
         )
 
     def _recall_loss(self, values: Sequence[Any]) -> None:
-        """A loss named by its path was found when the step was prepared; other modes of the model have it too.
+        """Find a loss named by its path again in another mode of a prepared model.
 
         The output structure is not visible here, so it is recognised by its name in the graph and
         the number of outputs.
@@ -208,7 +209,9 @@ class CompiledStep:
         key = (*self._sizes(values), comm.world_size, comm.rank)
         if key not in self._entries:
             plan = self._plan(values, comm.world_size)
-            comm.prepare_groups(sorted({i.group for p in plan.programs for i in p.instrs if i.group}))
+            comm.prepare_groups(
+                sorted({i.group for p in plan.programs for i in p.instrs if i.group})
+            )
             program = plan.programs[comm.rank]
             wanted = {name: plan.chunks[name] for name, _ in program.chunks}
             functions = compile_chunks(wanted, self._options.compile or "aten")
@@ -400,7 +403,7 @@ class CompiledStep:
     # --------------------
 
     def _visit(self, now: Session, values: Sequence[Any]) -> list[Any]:
-        """Plan or prepare, and give stand-ins whose place in the model's output tells which output is where."""
+        """Plan or prepare; stand-ins for the outputs show the structure of the model's output."""
         now.steps.append(self)
         if now.loss is not None:
             self._loss = now.loss
@@ -420,7 +423,7 @@ class CompiledStep:
         for index, node in enumerate(outputs):
             if isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), Tensor):
                 found.append(torch.empty(0).as_subclass(StandIn))
-                found[-1].index = index
+                found[-1].place = index
             else:
                 found.append(None)
         return found
@@ -429,7 +432,7 @@ class CompiledStep:
 class StandIn(Tensor):
     """Stands for one output of a call that was only planned or prepared."""
 
-    index: int
+    place: int
 
 
 def describe(plan: Plan) -> str:
@@ -464,6 +467,7 @@ def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:
                 node.target if isinstance(node.target, str) else compat.target_name(node.target)
             )
             lines.append(
-                f"{node.op} {node.name} {target} {node.args} {node.kwargs} {custom} {node.stack_trace}"
+                f"{node.op} {node.name} {target} {node.args} {node.kwargs} {custom} "
+                f"{node.stack_trace}"
             )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -17,7 +17,7 @@ from piper_dynamo.ir.joint import ENTRY, PREFIX
 
 
 def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) -> None:
-    """Write the tags of matching module paths into the nodes of Dynamo's graph, nested graphs included.
+    """Write the tags of matching module paths into Dynamo's graph, nested graphs included.
 
     Args:
         gm: Dynamo's graph.

@@ -18,14 +18,14 @@ from piper_dynamo.errors import PiperTimeoutError
 
 
 class Communicator(Protocol):
-    """One rank's way to the others. Handles are opaque; every wait ends within the deadline or raises."""
+    """One rank's way to the others; every wait ends within the deadline or raises."""
 
     rank: int
     world_size: int
     timeout_s: float
 
     def post(self, source: int, message: int, like: Any) -> Any:
-        """Start to receive message `message` of the channel from `source`, shaped like the spec `like`; a handle."""
+        """Start to receive a message of the channel from `source`, shaped like `like`; a handle."""
 
     def wait(self, handle: Any) -> Tensor:
         """The value of a posted receive or started collective."""
@@ -37,10 +37,10 @@ class Communicator(Protocol):
         """Wait until a sent value has left."""
 
     def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
-        """Start `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all` over `group`; a handle."""
+        """Start the collective `name` over `group`, with a result shaped like `like`; a handle."""
 
     def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Create communicators; every rank must call this with the same groups in the same order."""
+        """Create communicators; every rank calls this with the same groups in the same order."""
 
     def reduce_now(self, value: Tensor) -> Tensor:
         """The sum of `value` over all ranks; blocks."""
@@ -113,7 +113,7 @@ class TorchCommunicator:
         return work, result
 
     def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Create communicators; every rank must call this with the same groups in the same order."""
+        """Create communicators; every rank calls this with the same groups in the same order."""
         for group in groups:
             if group not in self._groups:
                 self._groups[group] = dist.new_group(list(group))

@@ -116,7 +116,7 @@ class Runtime:
         return torch.stack(list(parts)) if dim is None else torch.cat(list(parts), dim)
 
     def seed(self, microbatch: int, region: int) -> None:
-        """Fix the random numbers of a chunk by step, global microbatch and region, whatever the schedule and layout."""
+        """Fix a chunk's random numbers by step, global microbatch and region."""
         number = self.step_seed
         for part in (self.first_microbatch + microbatch, region):
             number = (number ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**63 - 1)
@@ -201,15 +201,15 @@ class Executor:
         task = instr.task or instr.op
         details = {"where": instr.where or "no source line", "instruction": f"{instr.op} {task}"}
         if timed_out and instr.peer >= 0:
-            verb = "to take" if instr.op is Op.DRAIN else "for"
-            title = f"rank {rank} waits {verb} {task} from rank {instr.peer} since {self.comm.timeout_s:g} s"
+            waited = f"{self.comm.timeout_s:g} s"
+            title = f"rank {rank} waits for {task} from rank {instr.peer} since {waited}"
             if instr.op is Op.DRAIN:
-                title = f"rank {rank} waits for rank {instr.peer} to take {task} since {self.comm.timeout_s:g} s"
+                title = f"rank {rank} waits for rank {instr.peer} to take {task} since {waited}"
             return PiperTimeoutError(
                 format_error(
                     title,
                     {**details, "why": error},
-                    hint="look for the first failed rank in the logs; raise timeout_s if a step takes that long",
+                    hint="look for the first failed rank; raise timeout_s if a step takes that long",
                 )
             )
         cause = f"{type(error).__name__}: {error}"
@@ -256,7 +256,7 @@ class Executor:
 
     @property
     def marks(self) -> Sequence[tuple[int, float]]:
-        """(instruction, end time in seconds of `time.perf_counter`) of the last timed step; (-1, start) first."""
+        """Instruction and end time in seconds of the last timed step; -1 is its start."""
         return tuple(self._runtime.marks)
 
 

@@ -32,7 +32,7 @@ _torch_comm: TorchCommunicator | None = None
 
 
 def communicator(timeout_s: float) -> Communicator:
-    """This rank's communicator: the in-process job's, torch.distributed's, or that of a world of one."""
+    """This rank's communicator: in-process, torch.distributed's, or a world of one."""
     global _torch_comm
     comm: Communicator | None = local.current()
     if comm is not None:
@@ -95,11 +95,13 @@ def launch(
 def _join(fn: Callable[[], Any], ranks: int, timeout_s: float) -> Any:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise PiperError(
-            f'launch(engine="torchrun") runs inside processes that torchrun started: torchrun --nproc-per-node {ranks} script.py'
+            'launch(engine="torchrun") runs inside processes that torchrun started: '
+            f"torchrun --nproc-per-node {ranks} script.py"
         )
     if int(os.environ["WORLD_SIZE"]) != ranks:
         raise PiperError(
-            f"launch(ranks={ranks}) was started by torchrun with {os.environ['WORLD_SIZE']} processes; make them equal"
+            f"launch(ranks={ranks}) was started by torchrun with "
+            f"{os.environ['WORLD_SIZE']} processes; make them equal"
         )
     started = not dist.is_initialized()
     if started:
@@ -122,7 +124,8 @@ def _spawn(fn: Callable[[], Any], ranks: int, timeout_s: float) -> list[Any]:
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PiperError(
-            f"launch cannot send {fn!r} to other processes ({error}); define it at the top of a module"
+            f"launch cannot send {fn!r} to other processes ({error}); "
+            "define it at the top of a module"
         ) from error
     context = mp.get_context("spawn")
     port = _free_port()

@@ -1,4 +1,4 @@
-"""The in-process communicator: all ranks of a job as threads of one process, of which exactly one runs at a time.
+"""The in-process communicator: all ranks as threads of one process, one running at a time.
 
 A rank runs until it waits for something that is not there; then the next rank that can go on is
 given the turn, in rank order. So runs are deterministic, a debugger sees all ranks, and a deadlock
@@ -157,7 +157,8 @@ class LocalCommunicator:
         self.world.taken[key] = self.world.taken.get(key, 0) + 1
         if tuple(value.shape) != tuple(like.shape) or value.dtype != like.dtype:
             raise PiperRuntimeError(
-                f"message {message} from rank {source} to rank {self.rank} is {value.dtype}{tuple(value.shape)}, "
+                f"message {message} from rank {source} to rank {self.rank} "
+                f"is {value.dtype}{tuple(value.shape)}, "
                 f"expected {like.dtype}{tuple(like.shape)}"
             )
         return value
@@ -221,7 +222,7 @@ class LocalCommunicator:
         self.world.store[key] = text
 
     def lookup(self, key: str, timeout_s: float) -> str | None:
-        """See `Communicator`. In one process waiting is free: the others run until the text is there."""
+        """See `Communicator`; waiting is free: the others run until the text is there."""
         if timeout_s > 0:
             try:
                 self.world.block(self.rank, lambda: key in self.world.store, f"the text {key!r}")

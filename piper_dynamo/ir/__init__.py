@@ -1,1 +1,1 @@
-"""The forms a plan takes: tasks, the Global Training DAG, and the rank program; each with a text form and a check."""
+"""The forms a plan takes: tasks, the Global Training DAG, the rank program."""

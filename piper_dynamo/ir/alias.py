@@ -1,4 +1,4 @@
-"""What operators do beside computing: which of their results share memory, which draw random numbers."""
+"""What operators do beside computing: share memory, draw random numbers."""
 
 import operator
 
@@ -47,7 +47,7 @@ def root(node: Node) -> Node:
 
 
 def drop_aliases(graph: fx.Graph) -> None:
-    """Replace `detach` and `alias` by what they alias: as separate values they would be saved twice."""
+    """Replace `detach` and `alias` by what they alias: it would be saved twice."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _COPIES_OF_NOTHING:
             source = node.args[0]
@@ -58,5 +58,5 @@ def drop_aliases(graph: fx.Graph) -> None:
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Remove what nothing uses, unused draws of random numbers included: each chunk has a seed of its own."""
+    """Remove what nothing uses, random draws too: each chunk has a seed of its own."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure(impure_random=False))

@@ -1,4 +1,4 @@
-"""Chunks: the compute of one task as a flat graph of its own, and the structural key that equal chunks share.
+"""Chunks: the compute of one task as a flat graph, with the key that equal chunks share.
 
 A chunk is called with one list that holds its inputs, which it empties: what the caller does not
 hold dies at its last use.
@@ -83,17 +83,21 @@ def _opname(node: Node) -> str:
 
 
 def structural_key(graph: fx.Graph) -> str:
-    """A hash of operators, arguments by index, and the placeholders' shapes, strides, dtypes and devices."""
+    """A hash of operators, arguments by index, and the placeholders' specs."""
     index: dict[Node, int] = {}
     lines: list[str] = []
+
+    def refer(node: Node) -> Any:
+        return _Ref(index[node])
+
     for i, node in enumerate(graph.nodes):
         index[node] = i
         if node.op == "placeholder":
             role = "t" if str(node.target).startswith("tangents") else "p"
             lines.append(f"{role} {spec_of(node)} {_stride(node)}")
             continue
-        args = map_arg(node.args, lambda n: _Ref(index[n]))
-        kwargs = map_arg(node.kwargs, lambda n: _Ref(index[n]))
+        args = map_arg(node.args, refer)
+        kwargs = map_arg(node.kwargs, refer)
         recompute = node.meta.get("recompute")
         lines.append(f"{node.op} {_target(node.target)} {args!r} {kwargs!r} {recompute}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

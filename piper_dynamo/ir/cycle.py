@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def topological_order(successors: Sequence[Sequence[int]]) -> list[int] | None:
-    """The vertices in an order that respects all edges (lowest number first among the ready ones), or None if there is a cycle."""
+    """The vertices in an order that respects all edges, or None if there is a cycle."""
     count = [0] * len(successors)
     for targets in successors:
         for target in targets:
@@ -22,7 +22,7 @@ def topological_order(successors: Sequence[Sequence[int]]) -> list[int] | None:
 
 
 def find_cycle(successors: Sequence[Sequence[int]]) -> list[int]:
-    """The vertices of a shortest cycle through some vertex of a cyclic part, in edge order; empty if there is none."""
+    """A shortest cycle through some vertex, in edge order; empty if there is none."""
     count = [0] * len(successors)
     for targets in successors:
         for target in targets:

@@ -31,7 +31,7 @@ def accumulate(*parts: Tensor) -> Tensor:
 
 
 def add(*parts: Tensor) -> Tensor:
-    """The sum of a tied parameter's gradients over its holders, in region order on every holder (so copies stay bit-equal)."""
+    """The sum of a tied parameter's gradients, in one order on every holder."""
     total = parts[0].clone()
     for part in parts[1:]:
         total.add_(part)
@@ -47,12 +47,12 @@ def weighted_loss(losses: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor
 
 
 def concat(parts: Sequence[Tensor], dim: int | None) -> Tensor:
-    """An output over all microbatches: joined along its batch dim, or stacked where no dim grows with the batch."""
+    """An output over all microbatches: joined along its batch dim, or stacked."""
     return torch.stack(list(parts)) if dim is None else torch.cat(list(parts), dim)
 
 
 def nothing() -> tuple[()]:
-    """A phase without work (a first stage has no input gradient); it keeps its place in an order."""
+    """A phase without work; it keeps its place in an order."""
     return ()
 
 

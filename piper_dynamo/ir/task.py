@@ -53,13 +53,13 @@ _TAG_NAME = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*[A-Za-z_]|[A-Za-uw-zA-Z_])")
 
 
 def is_tag_name(name: str) -> bool:
-    """Whether `name` can be a tag: an identifier that ends in a letter or `_`, and is not `v`, `MB` or `PASS`."""
+    """Whether `name` can be a tag: an identifier not ending in a digit, nor `v`, `MB`, `PASS`."""
     return bool(_TAG_NAME.fullmatch(name)) and name not in ("MB", "PASS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionId:
-    """A region: its tags in the order of nesting, and which visit where one tag set had to be split."""
+    """A region: its tags in the order of nesting, and which visit to it this is."""
 
     tags: tuple[tuple[str, int], ...]
     visit: int = 0

@@ -58,7 +58,7 @@ def where(programs: Sequence[RankProgram], rank: int, index: int) -> str:
 
 
 def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
-    """Every read after its write, no read after the free, every result written, nothing written twice but sums."""
+    """Reads between write and free, every result written, nothing but sums written twice."""
     faults = []
     for program in programs:
         alive = set(program.sources())
@@ -66,7 +66,8 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
             for reg in instr.reads():
                 if reg not in alive:
                     faults.append(
-                        f"{where(programs, program.rank, index)}: {reg!r} is read before it is written, or after its free"
+                        f"{where(programs, program.rank, index)}: "
+                        f"{reg!r} is read before it is written, or after its free"
                     )
             if instr.op is Op.FREE:
                 alive -= set(instr.inputs)
@@ -84,7 +85,7 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
 
 
 def _check_messages(programs: Sequence[RankProgram]) -> list[str]:
-    """Each message is sent once, posted once, waited for once and drained once, with one spec, in channel order."""
+    """Each message is sent, posted, waited for and drained once, with one spec, in order."""
     faults = []
     by_op: dict[Op, dict[tuple[int, int], list[tuple[int, int]]]] = {
         op: {} for op in (Op.SEND, Op.POST, Op.WAIT, Op.DRAIN)
@@ -97,7 +98,8 @@ def _check_messages(programs: Sequence[RankProgram]) -> list[str]:
                 by_op[instr.op].setdefault(channel, []).append((instr.message, index))
                 if instr.peer == program.rank or not 0 <= instr.peer < len(programs):
                     faults.append(
-                        f"{where(programs, program.rank, index)}: rank {instr.peer} cannot be its peer"
+                        f"{where(programs, program.rank, index)}: "
+                        f"rank {instr.peer} cannot be its peer"
                     )
     channels = sorted({channel for found in by_op.values() for channel in found})
     for channel in channels:
@@ -107,12 +109,14 @@ def _check_messages(programs: Sequence[RankProgram]) -> list[str]:
         for op in (Op.SEND, Op.POST):
             if numbers[op] != list(range(count)):
                 faults.append(
-                    f"channel rank {source} -> rank {target}: {op} has messages {numbers[op]}, expected 0-{count - 1} in order"
+                    f"channel rank {source} -> rank {target}: {op} has messages {numbers[op]}, "
+                    f"expected 0-{count - 1} in order"
                 )
         for op in (Op.WAIT, Op.DRAIN):
             if sorted(numbers[op]) != list(range(count)):
                 faults.append(
-                    f"channel rank {source} -> rank {target}: {op} has messages {sorted(numbers[op])}, expected each of 0-{count - 1} once"
+                    f"channel rank {source} -> rank {target}: {op} has messages "
+                    f"{sorted(numbers[op])}, expected each of 0-{count - 1} once"
                 )
         if faults:
             continue
@@ -122,7 +126,8 @@ def _check_messages(programs: Sequence[RankProgram]) -> list[str]:
             sent, posted = programs[source].instrs[i], programs[target].instrs[j]
             if _wire(sent) != _wire(posted) or sent.task != posted.task:
                 faults.append(
-                    f"message {message} from rank {source} to rank {target} differs: sent {sent.task} {sent.spec}, "
+                    f"message {message} from rank {source} to rank {target} differs: "
+                    f"sent {sent.task} {sent.spec}, "
                     f"expected {posted.task} {posted.spec}"
                 )
     return faults
@@ -185,51 +190,62 @@ class _HappensBefore:
                     Point(program.rank, index, done=True),
                 ]
         self.successors: list[list[int]] = [[] for _ in self.points]
-        sends: dict[tuple[int, int, int], tuple[int, int]] = {}
-        posts: dict[tuple[int, int, int], tuple[int, int]] = {}
-        groups: dict[tuple[tuple[int, ...], int], list[tuple[int, int]]] = {}
-        handles: dict[tuple[int, str], tuple[int, int]] = {}
-        waits: list[tuple[int, int, Instr]] = []
+        self.sends: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.posts: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], list[tuple[int, int]]] = {}
+        self.handles: dict[tuple[int, str], tuple[int, int]] = {}
         for program in programs:
-            rank = program.rank
-            issued: dict[tuple[int, ...], int] = {}
-            for index, instr in enumerate(program.instrs):
-                self.edge(self.at(rank, index), self.at(rank, index, done=True))
-                blocks = instr.op not in (Op.SEND, Op.POST) and instr.op not in COLLECTIVES
-                if index + 1 < len(program.instrs):
-                    self.edge(self.at(rank, index, done=blocks), self.at(rank, index + 1))
-                if instr.op is Op.SEND:
-                    sends[rank, instr.peer, instr.message] = (rank, index)
-                elif instr.op is Op.POST:
-                    posts[instr.peer, rank, instr.message] = (rank, index)
-                    handles[rank, instr.outputs[0]] = (rank, index)
-                elif instr.op in COLLECTIVES:
-                    number = issued.get(instr.group, 0)
-                    issued[instr.group] = number + 1
-                    groups.setdefault((instr.group, number), []).append((rank, index))
-                    handles[rank, instr.outputs[0]] = (rank, index)
-                elif instr.op in (Op.WAIT, Op.DRAIN):
-                    waits.append((rank, index, instr))
-        for key, sent in sends.items():
-            posted = posts[key]
+            self._host_order(program)
+        self._messages()
+        self._waits(programs)
+
+    def _host_order(self, program: RankProgram) -> None:
+        """An instruction is issued after the one before it, or, if that one waits, after its end."""
+        rank = program.rank
+        issued: dict[tuple[int, ...], int] = {}
+        for index, instr in enumerate(program.instrs):
+            self.edge(self.at(rank, index), self.at(rank, index, done=True))
+            starts = instr.op in (Op.SEND, Op.POST) or instr.op in COLLECTIVES
+            if index + 1 < len(program.instrs):
+                self.edge(self.at(rank, index, done=not starts), self.at(rank, index + 1))
+            if instr.op is Op.SEND:
+                self.sends[rank, instr.peer, instr.message] = (rank, index)
+            elif instr.op is Op.POST:
+                self.posts[instr.peer, rank, instr.message] = (rank, index)
+                self.handles[rank, instr.outputs[0]] = (rank, index)
+            elif instr.op in COLLECTIVES:
+                number = issued.get(instr.group, 0)
+                issued[instr.group] = number + 1
+                self.groups.setdefault((instr.group, number), []).append((rank, index))
+                self.handles[rank, instr.outputs[0]] = (rank, index)
+
+    def _messages(self) -> None:
+        """A message ends after both ends are issued and after the one before it."""
+        for key, sent in self.sends.items():
+            posted = self.posts[key]
             self.edge(self.at(*sent), self.at(*posted, done=True))
             self.edge(self.at(*posted), self.at(*sent, done=True))
             source, target, message = key
             if message:
-                before = sends[source, target, message - 1], posts[source, target, message - 1]
-                self.edge(self.at(*before[0], done=True), self.at(*sent, done=True))
-                self.edge(self.at(*before[1], done=True), self.at(*posted, done=True))
-        for members in groups.values():
+                before = (source, target, message - 1)
+                self.edge(self.at(*self.sends[before], done=True), self.at(*sent, done=True))
+                self.edge(self.at(*self.posts[before], done=True), self.at(*posted, done=True))
+        for members in self.groups.values():
             for one in members:
                 for other in members:
                     if one != other:
                         self.edge(self.at(*one), self.at(*other, done=True))
-        for rank, index, instr in waits:
-            if instr.op is Op.WAIT:
-                origin = handles[rank, instr.inputs[0]]
-            else:
-                origin = sends[rank, instr.peer, instr.message]
-            self.edge(self.at(*origin, done=True), self.at(rank, index, done=True))
+
+    def _waits(self, programs: Sequence[RankProgram]) -> None:
+        for program in programs:
+            for index, instr in enumerate(program.instrs):
+                if instr.op is Op.WAIT:
+                    origin = self.handles[program.rank, instr.inputs[0]]
+                elif instr.op is Op.DRAIN:
+                    origin = self.sends[program.rank, instr.peer, instr.message]
+                else:
+                    continue
+                self.edge(self.at(*origin, done=True), self.at(program.rank, index, done=True))
 
     def at(self, rank: int, index: int, *, done: bool = False) -> int:
         return self.start[rank] + 2 * index + int(done)
@@ -248,4 +264,5 @@ class _HappensBefore:
 
 
 def _arrow(programs: Sequence[RankProgram], before: Point, after: Point) -> str:
-    return f"{where(programs, after.rank, after.index)}  waits for  {where(programs, before.rank, before.index)}"
+    waiting = where(programs, after.rank, after.index)
+    return f"{waiting}  waits for  {where(programs, before.rank, before.index)}"
