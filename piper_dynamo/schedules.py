@@ -42,7 +42,7 @@ class Shape(StrEnum):
 def gpipe(placement: Placement, num_microbatches: int) -> list[Order]:
     """All forwards, then all backwards.
 
-    Idle: (p-1)(F+I+W) on a line, 1/v of that on a loop. Memory: m microbatches.
+    Idle: (p-1)(F+I+W) on a line, 1/v of that on a loop if m >= p. Memory: m microbatches.
     Least number of microbatches: 1. Any placement.
     Source: Huang et al., GPipe, arXiv 1811.06965; on a loop it is breadth-first, arXiv 2211.05953.
 
@@ -97,7 +97,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
 def interleaved_1f1b(placement: Placement, num_microbatches: int) -> list[Order]:
     """1F1B with v stages a rank, run in rounds of about p microbatches.
 
-    Idle: (p-1)(F+I+W)/v. Memory: p + (p-1)/v microbatches.
+    Idle: (p-1)(F+I+W)/v if p divides m. Memory: p + (p-1)/v microbatches on the first rank.
     Least number of microbatches: 1; the number of rounds, max(1, m // p), must divide it, which it
     does for any m below 2p and any multiple of p. Placement: a loop, v at least 2.
     Source: Narayanan et al., Megatron-LM, arXiv 2104.04473; rounds as torch's pipelining has them.
@@ -143,7 +143,8 @@ def interleaved_1f1b(placement: Placement, num_microbatches: int) -> list[Order]
 def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
     """1F1B with split backwards: weight gradients wait, and fill the gaps. Memory of 1F1B.
 
-    Idle: (p-1) max(F, F+I-W). Memory: min(m, p-r) microbatches, and weight-gradient work of r more.
+    Idle: (p-1) max(F, I, F+I-W) if m >= p (the paper's (p-1)(F+I-W) is the case W <= F, I).
+    Memory: min(m, p-r) microbatches, and what the weight gradients of r more need.
     Least number of microbatches: 1. Placement: a line.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 (ZB-H1).
 
@@ -174,7 +175,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
 def zbv(placement: Placement, num_microbatches: int) -> list[Order]:
     """Split backwards on a V: the rank of the first stage also has the last.
 
-    Idle: (p-1)F/2 at F=I=W, and no closed form otherwise. Memory: p microbatches on every rank.
+    Idle: (p-1)F/2 at F=I=W if m >= 2p-1, and no closed form otherwise. Memory: p microbatches.
     Least number of microbatches: 1 (below 2p-1, the schedule of 2p-1 without the missing ones).
     Placement: a V.
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362; ZB-V in
