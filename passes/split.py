@@ -139,9 +139,9 @@ class Split:
         dim = self._dims.get(node.meta["arg"])
         if dim is None or self._parts == 1:
             return spec
-        whole = dag.args[node.meta["arg"]].spec
-        assert whole is not None
-        return whole.contiguous()
+        arg: Arg = dag.args[node.meta["arg"]]
+        assert arg.spec is not None
+        return arg.spec.contiguous()
 
     def _weights(self, graph: fx.Graph, template: fx.Graph) -> list[Node]:
         old = [n for n in template.find_nodes(op="placeholder") if "arg" not in n.meta]

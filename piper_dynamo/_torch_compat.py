@@ -187,7 +187,7 @@ def min_cut_partition(
         fake_tracing(mode),
         functorch_config.patch(recompute_views=True, ban_recompute_materialized_backward=False),
     ):
-        return min_cut_rematerialization_partition(  # type: ignore[no-any-return]
+        return min_cut_rematerialization_partition(
             joint, inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=[]
         )
 
@@ -296,7 +296,7 @@ def compile_with_inductor(gm: fx.GraphModule, specs: Any) -> Callable[[list[Any]
     # All outputs keep their strides: the next chunk was traced with them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode):
-        return compile_fx_inner(traced, fakes)  # type: ignore[no-any-return]
+        return compile_fx_inner(traced, fakes)
 
 
 no_torch_function = torch._C._disabled_torch_function_impl

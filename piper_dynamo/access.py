@@ -91,8 +91,15 @@ def explain(step: Any) -> Plan:
 def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`.
 
-    Every rank must call it. Each parameter counts once, however many ranks hold it. Returns the norm before, the same on
-    every rank (0-dim, at least float32).
+    Every rank must call it. Each parameter counts once, however many ranks hold it.
+
+    Args:
+        step: A compiled step whose gradients are there.
+        max_norm: Gradients are multiplied by max_norm / (norm + 1e-6) where that is below 1.
+        norm_type: The p of the p-norm; may be infinity.
+
+    Returns:
+        The norm before scaling: 0-dim, float64, the same on every rank.
     """
     state = state_of(step)
     held = [(p, record_of(p)) for _, p in named_parameters(step)]

@@ -37,10 +37,7 @@ def compile(
     Raises:
         PiperError: The model, the strategy or the inputs are refused.
     """
-    Options.of(dict(options, strategy=strategy))
-    step = torch.compile(
-        model, backend=piper, fullgraph=True, options={"strategy": strategy, **options}
-    )
+    step = _step(model, strategy, options)
     if isinstance(example_inputs, Mapping):
         prepare(step, **example_inputs)
     else:
@@ -92,15 +89,19 @@ def plan(
     world = world_size if world_size is not None else max(ranks, default=0) + 1
     if isinstance(world, bool) or world < 1:
         raise PiperPlanError(f"world_size is {world!r}; give a number of ranks >= 1")
-    step = torch.compile(
-        model, backend=piper, fullgraph=True, options={"strategy": strategy, **options}
-    )
+    step = _step(model, strategy, options)
     named = isinstance(example_inputs, Mapping)
     with session(world) as now:
         _call(
             step, now, () if named else tuple(example_inputs), dict(example_inputs) if named else {}
         )
     return now.plans[-1]
+
+
+def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
+    chosen: dict[str, Any] = {**options, "strategy": strategy}
+    Options.of(chosen)
+    return torch.compile(model, backend=piper, fullgraph=True, options=chosen)
 
 
 def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

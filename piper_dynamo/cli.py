@@ -1,4 +1,4 @@
-"""The command `piper`. click gives typed options, help texts and exit codes without code of ours."""
+"""The command `piper`; click gives typed options, help texts and exit codes."""
 
 import functools
 import json

@@ -1,7 +1,7 @@
 """Timelines: what each rank did when, simulated or measured, drawn and exported.
 
-Terms: an *event* is one instruction's stretch of time on one rank's stream; *idle* is what is left of the makespan beside
-the events that compute.
+Terms: an *event* is one instruction's stretch of time on one rank's stream; *idle* is what is left
+of the makespan beside the events that compute.
 """
 
 import json
@@ -130,7 +130,7 @@ def plot_timeline(
     """Draw timelines above each other, rank by time, coloured by kind, with microbatch numbers.
 
     Args:
-        timelines: By heading, e.g. `{"predicted": ..., "measured": ...}`; each has its own time axis.
+        timelines: By heading, e.g. `{"predicted": ..., "measured": ...}`, each on its own axis.
         path: PNG or SVG, by its suffix.
         unit: Of the time axis.
         title: Above the picture.

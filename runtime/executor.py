@@ -209,7 +209,7 @@ class Executor:
                 format_error(
                     title,
                     {**details, "why": error},
-                    hint="look for the first failed rank; raise timeout_s if a step takes that long",
+                    hint="look for the first failed rank; raise timeout_s if steps take that long",
                 )
             )
         cause = f"{type(error).__name__}: {error}"

@@ -200,7 +200,7 @@ class _HappensBefore:
         self._waits(programs)
 
     def _host_order(self, program: RankProgram) -> None:
-        """An instruction is issued after the one before it, or, if that one waits, after its end."""
+        """An instruction is issued after the one before it is, or after its end if that waits."""
         rank = program.rank
         issued: dict[tuple[int, ...], int] = {}
         for index, instr in enumerate(program.instrs):
@@ -228,8 +228,8 @@ class _HappensBefore:
             source, target, message = key
             if message:
                 before = (source, target, message - 1)
-                self.edge(self.at(*self.sends[before], done=True), self.at(*sent, done=True))
-                self.edge(self.at(*self.posts[before], done=True), self.at(*posted, done=True))
+                for end, ends in ((sent, self.sends), (posted, self.posts)):
+                    self.edge(self.at(*ends[before], done=True), self.at(*end, done=True))
         for members in self.groups.values():
             for one in members:
                 for other in members:

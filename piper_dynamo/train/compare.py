@@ -26,7 +26,7 @@ class Reference:
 
 
 def one_process(config: Config, corpus: Corpus) -> Reference:
-    """Train an untouched copy of the model on whole batches: same start, data, optimizer, clipping."""
+    """Train an untouched copy of the model on whole batches, everything else alike."""
     model = build(config)
     optimizer = make_optimizer(model.parameters(), config)
     losses, norms = [], []

@@ -1,7 +1,7 @@
 """Real text without a download: the source of the running Python's standard library, as bytes.
 
-Files are dealt to training or validation by a hash of their name. A batch is a function of (seed, step, row), so a run can be
-resumed, and any number of data ranks reads the same rows.
+Files are dealt to training or validation by a hash of their name. A batch is a function of (seed,
+step, row), so a run can be resumed, and any number of data ranks reads the same rows.
 """
 
 import sysconfig

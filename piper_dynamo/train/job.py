@@ -51,7 +51,8 @@ class _Job:
         model = build(config)
         flops = flops_per_token(model, config)
         self.say(
-            f"capturing and planning ({config.schedule}, {config.stages} stages), {config.compile} chunks"
+            f"capturing and planning: {config.schedule}, {config.stages} stages, "
+            f"{config.compile} chunks"
         )
         step = piper_compile(
             model,
@@ -106,7 +107,8 @@ class _Job:
             begin = time.perf_counter()
             rate = set_learning_rate(optimizer, number, config)
             recording = number == min(RECORDED_STEP, config.steps - 1)
-            with record(step) if recording else nullcontext() as timeline:
+            timeline = Timeline()
+            with record(step) if recording else nullcontext(timeline) as timeline:
                 loss = step(*self._batch(corpus, "train", number, shard))
             loss.backward()
             norm = float(clip_grad_norm_(step, config.clip))
@@ -202,7 +204,7 @@ class _Job:
 
 
 def peak_rss_mb() -> float:
-    """The most memory this process ever held, in MB (10^6 bytes): the kernel's high-water mark, imports included."""
+    """The most memory this process ever held, imports included, in MB of 10^6 bytes."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,7 +1,8 @@
 """A Llama-style decoder over bytes: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
-The layers follow Touvron et al. 2023 (arXiv 2302.13971) and Ainslie et al. 2023 (arXiv 2305.13245). Each layer is computed under
-the tag of its pipeline stage; embedding and head are in the first and last.
+The layers follow Touvron et al. 2023 (arXiv 2302.13971) and Ainslie et al. 2023 (arXiv 2305.13245).
+Each layer is computed under the tag of its pipeline stage; embedding and head are in the first and
+last.
 
 Legend: B batch, T tokens, D model dim, H heads, K key-value heads, C head dim, V vocabulary.
 """
@@ -19,7 +20,7 @@ VOCAB = 256  # bytes
 
 
 def rotary_table(seq: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [T, C], of positions times frequencies 10000^(-2i/C) (Su et al. 2021, arXiv 2104.09864)."""
+    """Cosine and sine, [T, C], of position times 10000^(-2i/C) (Su et al. 2021, 2104.09864)."""
     frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(seq, dtype=torch.float64), frequency)
     angle = torch.cat((angle, angle), dim=-1)
@@ -78,7 +79,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model of the main job; `forward(tokens, targets)` is the mean cross entropy in nats per byte."""
+    """The main job's model; `forward(tokens, targets)` is the mean cross entropy, nats per byte."""
 
     cos: Tensor
     sin: Tensor
@@ -130,8 +131,8 @@ def build(config: Config) -> Llama:
 def flops_per_token(model: Llama, config: Config) -> float:
     """Forward and backward floating-point operations per token.
 
-    6 per weight that multiplies (2 forward, 4 backward; Kaplan et al. 2020, arXiv 2001.08361), and 6 D T per layer for causal
-    attention scores and mixing, half of the 12 D T of full attention.
+    6 per weight that multiplies (2 forward, 4 backward; Kaplan et al. 2020, arXiv 2001.08361), and
+    6 D T per layer for causal attention scores and mixing, half of the 12 D T of full attention.
     """
     weights = sum(
         p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embedding" not in n
