@@ -7,6 +7,7 @@ Terms: F, I, W are the times of one rank's whole share of a microbatch; p ranks,
 stages per rank.
 """
 
+import inspect
 import re
 from collections import Counter
 from typing import Any
@@ -147,6 +148,16 @@ def test_dualpipev_turns_without_a_pair():
         "F1.0 F2.0 F1.1 F2.1 F1.2 B2.0 [F2.2+B1.0] [F1.3+B2.1] [F2.3+B1.1] B2.2 B1.2 BI2.3 BI1.3 "
         "BW2.3 BW1.3"
     )
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_schedules_are_short_and_say_what_they_need(name: str):
+    build = SCHEDULES[name][0]
+    assert build is getattr(piper.schedules, name)
+    assert len(inspect.getsource(build).splitlines()) < 70
+    assert build.__doc__ is not None
+    for part in ("Idle:", "Memory:", "Least number of microbatches:", "Source:"):
+        assert part in build.__doc__
 
 
 def test_orders_name_the_callers_line():
