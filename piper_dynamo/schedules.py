@@ -212,9 +212,9 @@ def zbv(placement: Placement, num_microbatches: int) -> list[Order]:
 def dualpipev(placement: Placement, num_microbatches: int) -> list[Order]:
     """A V whose forwards and backwards come in pairs, one hiding the other's communication.
 
-    A pair is one group, forward first: where its tasks are not interleaved they run in that order.
+    A pair is one group, forward first: the order of its tasks where they are not interleaved.
 
-    Idle, pairs not interleaved: (p-1)F/2 at F=I=W. Memory: p + 1/2 microbatches.
+    Idle: without interleaving, (p-1)F/2 at F=I=W. Memory: p + 1/2 microbatches.
     Least number of microbatches: 2p. Placement: a V.
     Source: DeepSeek-AI, DualPipe (the 8 steps of DualPipeV); V by Sea AI Lab, arXiv 2405.15362.
 
@@ -240,16 +240,14 @@ def dualpipev(placement: Placement, num_microbatches: int) -> list[Order]:
         yield from run.repeat(2 * (p - r - 1), "F0")
         yield from run.repeat(r + 1, "F0 F1")
         yield from run.repeat(p - r - 1, "I1 W1 F1")
-        # Main part. The last rank has both ends of the turn, so its first pair would only wait.
-        first = "F0 B1 F1+B0" if r == p - 1 else "F0+B1 F1+B0"
-        yield from run.repeat(1, first)
+        # The main part. The last rank has both sides of the turn, where a pair would only wait.
+        yield from run.repeat(1, "F0 B1 F1+B0" if r == p - 1 else "F0+B1 F1+B0")
         yield from run.repeat(m - 2 * p + r, "F0+B1 F1+B0")
         yield from run.repeat(p - r - 1, "B1 F1+B0")
         # From the middle of the next r+1 backwards of each stage on, backwards are split.
-        whole = (r + 1) // 2
-        yield from run.repeat(whole, "B1 B0")
+        yield from run.repeat((r + 1) // 2, "B1 B0")
         yield from run.repeat(1, "I1 I0" if r % 2 else "B1 I0")
-        yield from run.repeat(r - whole, "I1 I0")
+        yield from run.repeat(r // 2, "I1 I0")
         yield from run.repeat(p - r - 1, "W I0")
         yield from run.repeat(r + 1, "W")
 
