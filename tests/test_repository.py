@@ -24,7 +24,9 @@ LINKED = ("lowering", "passes", "runtime")
 MAX_LINES = 600
 
 # Modules that join the parts; everything else must be usable without them.
-FACADE = frozenset({"", "__main__", "backend", "cli", "plan", "step", "train"})
+FACADE = frozenset(
+    {"", "__main__", "access", "api", "backend", "cli", "measure", "planning", "step", "train"}
+)
 # Modules that import no other part: every layer may use them.
 COMMON = frozenset({"errors", "_torch_compat"})
 
@@ -82,7 +84,7 @@ def may_import(module: str, other: str) -> bool:
         case "lowering":
             return target in ("lowering", "passes", "ir", "base")
         case "runtime":
-            return target == "runtime" or name in ("ir.program", "errors", "timeline")
+            return target == "runtime" or name in COMMON or name == "ir.program"
         case _:
             return target in ("base", "ir")
 
