@@ -4,8 +4,10 @@ One capture serves many strategies: the template (the one-microbatch DAG and its
 what was captured, and another strategy over the same model starts from it.
 """
 
+import gc
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,19 @@ def _many(count: int, noun: str, plural: str = "s") -> str:
 _templates: dict[tuple[Any, ...], Template] = {}
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Planning makes many objects that live: looking for garbage among them takes long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collector()
 def template_of(
     key: str | None,
     gm: fx.GraphModule,
@@ -295,6 +310,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
         )
 
 
+@_without_collector()
 def make_plan(
     template: Template,
     strategy: Strategy,
