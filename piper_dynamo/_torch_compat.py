@@ -241,11 +241,12 @@ def aten_backend() -> Any:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
+    # Input mutations stay outside the graphs (keep_inference_input_mutations=False): inside, torch 2.13
+    # recomputes a buffer's update in the backward from the buffer that the forward has changed.
     return aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
         partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -100,7 +101,9 @@ class CompiledStep:
         self._options = options
         self._training = training
         self._key = graph_key(gm, args)
-        self._entries: dict[tuple[Any, ...], Entry] = {}
+        # By communicator: Dynamo keeps this object for the next job of the same process too.
+        self._entries: WeakKeyDictionary[Communicator, dict[tuple[Any, ...], Entry]]
+        self._entries = WeakKeyDictionary()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._loss: int | None = None
 
@@ -206,8 +209,9 @@ class CompiledStep:
         return next((r.owner for r in records if r is not None), None)
 
     def _entry(self, values: Sequence[Any], comm: Communicator) -> Entry:
-        key = (*self._sizes(values), comm.world_size, comm.rank)
-        if key not in self._entries:
+        key = self._sizes(values)
+        entries = self._entries.setdefault(comm, {})
+        if key not in entries:
             plan = self._plan(values, comm.world_size)
             comm.prepare_groups(
                 sorted({i.group for p in plan.programs for i in p.instrs if i.group})
@@ -230,12 +234,12 @@ class CompiledStep:
                     source=module.source, instr_of_line=module.instr_of_line, specs=module.specs
                 )
 
-            self._entries[key] = Entry(
+            entries[key] = Entry(
                 plan=plan,
                 executor=Executor(program, code, chunks, comm),
                 is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
             )
-        return self._entries[key]
+        return entries[key]
 
     # --- state ------------------------------------------------------------------------------------
     # --------------------

@@ -53,9 +53,11 @@ class LocalWorld:
             BaseException: What the first failing rank raised.
         """
         results: list[Any] = [None] * self.world_size
+        random = torch.get_rng_state()
 
         def body(rank: int) -> None:
             self._turns[rank].go.acquire()
+            torch.set_rng_state(random)
             set_current(LocalCommunicator(self, rank))
             try:
                 if self.failure is None:
@@ -77,6 +79,7 @@ class LocalWorld:
         self._turns[0].go.release()
         for thread in threads:
             thread.join()
+        torch.set_rng_state(random)
         if self.failure is not None:
             raise self.failure[1]
         return results
@@ -87,9 +90,11 @@ class LocalWorld:
             return
         turn = self._turns[rank]
         turn.ready, turn.what = ready, what
+        random = torch.get_rng_state()  # a process has one generator; a rank must have its own
         self._pass_on(rank)
         turn.go.acquire()
         turn.ready = None
+        torch.set_rng_state(random)
         if self.failure is not None:
             raise PeerFailedError(f"rank {self.failure[0]} failed: {self.failure[1]}")
         if not ready():
@@ -99,6 +104,7 @@ class LocalWorld:
         order = [(rank + 1 + i) % self.world_size for i in range(self.world_size)]
         alive = [r for r in order if not self._turns[r].finished]
         if not alive:
+            self._turns[rank].go.release()
             return
         for other in alive:
             ready = self._turns[other].ready
