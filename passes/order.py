@@ -121,6 +121,7 @@ class Order:
                     groups.append(list(dict.fromkeys(found)))
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
+            faults += _left_out(order, groups, nodes)
             for before, after in pairwise(groups):
                 dag.orders += [(a, b, order.where) for a in before for b in after if a is not b]
         if faults:
@@ -163,6 +164,41 @@ def _doubled(order: Any, groups: list[list[Node]]) -> list[str]:
                 )
             seen[node] = position
     return faults
+
+
+def _left_out(order: Any, groups: list[list[Node]], nodes: list[Node]) -> list[str]:
+    """An order that names a region's pass for some microbatches names it for all that are there.
+
+    Leaving a pass out altogether is fine: it runs when it can. Leaving out one microbatch of many
+    is a slip, and would surprise whoever counts on the order.
+    """
+    if not groups:
+        return []
+    devices = task_of(groups[0][0]).devices
+    named = {node for group in groups for node in group}
+    started: set[tuple[Any, str]] = set()
+    missing: list[tuple[TaskName, set[tuple[Any, str]]]] = []
+    for node in nodes:
+        name = task_of(node).name
+        if name is None or task_of(node).devices != devices:
+            continue
+        parts = {(name.region, half) for half in _halves(name.which)}
+        if node in named:
+            started |= parts
+        else:
+            missing.append((name, parts))
+    slips = [str(name) for name, parts in missing if parts & started]
+    if not slips:
+        return []
+    shown = ", ".join(slips[:6]) + (f" and {len(slips) - 6} more" if len(slips) > 6 else "")
+    return [
+        f"{order.where}: leaves out {shown}, though it names the same pass of other microbatches\n"
+        "  hint  name a pass for all microbatches, or for none"
+    ]
+
+
+def _halves(which: Pass) -> tuple[str, ...]:
+    return ("BI", "BW") if which is Pass.B else (which.value,)
 
 
 def check_acyclic(dag: Dag) -> None:

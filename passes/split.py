@@ -3,6 +3,7 @@
 Signature: one-microbatch DAG -> DAG over the whole batch.
 """
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -42,11 +43,15 @@ def batch_dims(
     """
     data = [a for a in args if a.kind is ArgKind.DATA and a.spec is not None]
     given = dict(inputs or {})
-    unknown = sorted(set(given) - {a.name for a in data} - {_root(a.name) for a in data})
-    faults = [
-        f"argument {name!r} of Split(inputs=...) is not a tensor argument of the model"
-        for name in unknown
-    ]
+    known = {a.name for a in data} | {_root(a.name) for a in data}
+    faults = []
+    for name in sorted(set(given) - known):
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        faults.append(
+            f"Split(inputs=...) names {name!r}, which is no tensor argument of the model{meant} "
+            f"(there are: {', '.join(sorted(known))})"
+        )
     dims: dict[int, int] = {}
     for arg in data:
         assert arg.spec is not None
@@ -75,7 +80,11 @@ def batch_dims(
             )
     if faults:
         raise PiperPlanError(
-            format_error("the batch cannot be split", {"asked": where, "why": "\n".join(faults)})
+            format_error(
+                "the batch cannot be split",
+                {"asked": where, "why": "\n".join(faults)},
+                hint="change the batch, num_microbatches or inputs= of piper.Split",
+            )
         )
     return dims
 

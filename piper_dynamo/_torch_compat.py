@@ -46,6 +46,7 @@ __all__ = [
     "compile_with_inductor",
     "default_store",
     "fake_tracing",
+    "fixed_size",
     "graph_break_of",
     "inductor_backend",
     "is_marked_dynamic",
@@ -58,6 +59,7 @@ __all__ = [
     "raise_recompile_limit",
     "source_chain",
     "source_name",
+    "specialized_at",
     "target_name",
     "trace_forward",
     "trace_joint",
@@ -241,8 +243,8 @@ def aten_backend() -> Any:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    # Input mutations stay outside the graphs (keep_inference_input_mutations=False): inside, torch 2.13
-    # recomputes a buffer's update in the backward from the buffer that the forward has changed.
+    # Input mutations stay outside the graphs: inside (keep_inference_input_mutations), torch 2.13
+    # recomputes a buffer's update in the backward from the buffer that the forward changed.
     return aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
@@ -306,3 +308,23 @@ no_torch_function = torch._C._disabled_torch_function_impl
 def is_tracing() -> bool:
     """Whether Dynamo or AOTAutograd is at work in this thread."""
     return TracingContext.try_get() is not None
+
+
+def specialized_at(placeholder: fx.Node) -> str:
+    """`file:line` of the code that turned a symbolic size of this graph into a number."""
+    value = placeholder.meta.get("example_value")
+    shape_env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+    stacks = getattr(shape_env, "specialization_stacks", {})
+    name = source_name(placeholder.meta["grapharg"].source)
+    for source, stack in stacks.items():
+        if source_name(source).startswith(name) and len(stack):
+            return f"{stack[-1].filename}:{stack[-1].lineno}"
+    return ""
+
+
+def fixed_size(size: Any) -> int | None:
+    """The number that a traced size is, or that the model has fixed it to; None while it is free."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr  # int(size) would fix it
+    return int(expression) if expression.is_number else None

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.access import module_of
@@ -90,12 +91,18 @@ def plan(
     if isinstance(world, bool) or world < 1:
         raise PiperPlanError(f"world_size is {world!r}; give a number of ranks >= 1")
     step = _step(model, strategy, options)
+    if any(p.is_meta for p in model.parameters()):
+        example_inputs = tree_map(_to_meta, example_inputs)
     named = isinstance(example_inputs, Mapping)
     with session(world) as now:
         _call(
             step, now, () if named else tuple(example_inputs), dict(example_inputs) if named else {}
         )
     return now.plans[-1]
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
@@ -111,6 +118,7 @@ def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]
     now.probe = False
     strategy = now.steps[-1].strategy if now.steps else None
     wanted = strategy.loss if strategy is not None else None
+    now.paths = dict(output_paths(output))
     if wanted is not None:
         now.loss = loss_index(output, wanted)
     _guarded(step, args, kwargs)
@@ -124,31 +132,8 @@ def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(inner, PiperError):
             raise inner.with_traceback(inner.__traceback__) from None
         raise
-    except compat.ConstraintViolationError as error:
-        raise _baked_in(str(error)) from error
-    except compat.UserError as error:
-        if "onstraint" not in str(error) and "mark_dynamic" not in str(error):
-            raise PiperCaptureError(_dynamo_text(error)) from error
-        raise _baked_in(str(error)) from error
-    except compat.Unsupported as error:
+    except (compat.Unsupported, compat.UserError) as error:
         raise PiperCaptureError(_dynamo_text(error)) from error
-
-
-def _baked_in(text: str) -> PiperCaptureError:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    reasons = [
-        line for line in lines if "specialized" in line or "constant" in line or "L[" in line
-    ]
-    return PiperCaptureError(
-        format_error(
-            "the batch size is baked into the model",
-            {"why": "\n".join((reasons or lines)[:4])},
-            hint=(
-                "take sizes from the inputs (x.shape[0], -1) instead of numbers, "
-                'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
-            ),
-        )
-    )
 
 
 def _dynamo_text(error: Exception) -> str:
@@ -197,23 +182,27 @@ def loss_index(output: Any, wanted: Any) -> int:
             raise PiperCaptureError(
                 format_error(
                     f"the model's output has no {wanted!r} to be the loss",
-                    {"outputs": ", ".join(output_paths(output)) or "no tensors"},
+                    {"outputs": _paths_text(output)},
                 )
             ) from error
     if not isinstance(found, StandIn):
         raise PiperCaptureError(
             format_error(
                 f"the output {wanted!r} is not a tensor",
-                {"outputs": ", ".join(output_paths(output)) or "no tensors"},
+                {"outputs": _paths_text(output)},
             )
         )
     return found.place
 
 
-def output_paths(output: Any, prefix: str = "") -> list[str]:
-    """Where the tensors are in a model's output."""
+def _paths_text(output: Any) -> str:
+    return ", ".join(path for _, path in output_paths(output)) or "no tensors"
+
+
+def output_paths(output: Any, prefix: str = "") -> list[tuple[int, str]]:
+    """Each graph output's path in a model's output."""
     if isinstance(output, StandIn):
-        return [prefix or "(the output itself)"]
+        return [(output.place, prefix or "(the output itself)")]
     items: list[tuple[Any, Any]] = []
     if isinstance(output, Mapping):
         items = list(output.items())

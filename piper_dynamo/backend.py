@@ -81,6 +81,18 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
     )
 
 
+def baked_in(name: str, size: int, at: str) -> str:
+    """That the model fixes a batch size, where, and what to do."""
+    return format_error(
+        f"the batch size {size} of argument {name!r} is baked into the model",
+        {"at": at or "unknown line"},
+        hint=(
+            "take sizes from the inputs (x.shape[0], -1) instead of numbers, "
+            'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
+        ),
+    )
+
+
 def _make_batch_symbolic(
     gm: fx.GraphModule, args: tuple[Arg, ...], examples: Sequence[Any], dims: dict[int, int]
 ) -> None:
@@ -97,8 +109,13 @@ def _make_batch_symbolic(
         dim = dims[arg.position]
         traced = placeholders[arg.position].meta["example_value"].shape[dim]
         example = examples[arg.position]
-        if isinstance(traced, int) and not compat.is_marked_dynamic(example, dim):
-            compat.mark_dynamic(example, dim)
-            marked = True
+        fixed = compat.fixed_size(traced)
+        if fixed is None:
+            continue
+        if compat.is_marked_dynamic(example, dim):
+            at = compat.specialized_at(placeholders[arg.position])
+            raise PiperCaptureError(baked_in(arg.name, fixed, at))
+        compat.mark_dynamic(example, dim)
+        marked = True
     if marked:
         raise compat.TensorifyScalarRestartAnalysis(restart_reason="piper: symbolic batch")

@@ -5,12 +5,12 @@ computed and no state is touched. Dynamo's graph has symbols for the batch dims 
 which take the microbatch's sizes here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import Node
+from torch.fx.node import Node, map_arg
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperCaptureError, format_error
@@ -69,6 +69,7 @@ def trace(
     *,
     loss: int | None,
     training: bool,
+    paths: Mapping[int, str] | None = None,
 ) -> Capture:
     """The graph of one microbatch.
 
@@ -82,6 +83,7 @@ def trace(
         loss: Which of the graph's tensor outputs is the loss; None chooses the only
             differentiable scalar.
         training: The joint graph, else the forward graph under no_grad.
+        paths: The user's path of each output, for messages, where it is known.
 
     Raises:
         PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or
@@ -92,22 +94,24 @@ def trace(
     full = _fake_args(mode, args, numbers, {}, 1)
     results = _fake_run(gm, fakes, mode, args)
     at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, args)
-    loss = _choose_loss(results, loss)
+    loss = _choose_loss(results, at_full, loss, paths, training=training)
     if training and loss is None:
-        raise PiperCaptureError(no_loss_message(results))
+        raise PiperCaptureError(no_loss_message(at_full, paths))
     prepared = _detach_outputs(gm, loss)
     graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
+    _burn_numbers(graph, args, fakes)
     _drop_output_copies(graph)
     drop_aliases(graph)
     capture = _read_ends(graph, args, results, at_full, loss, mode)
     return capture
 
 
-def no_loss_message(results: Sequence[Any]) -> str:
-    """Why no output can be the loss."""
-    tensors = [r for r in results if isinstance(r, torch.Tensor)]
-    scalars = [i for i, r in enumerate(results) if _is_loss(r)]
-    shapes = ", ".join(f"{i}: {tuple(t.shape)}" for i, t in enumerate(tensors)) or "none"
+def no_loss_message(results: Sequence[Any], paths: Mapping[int, str] | None = None) -> str:
+    """Why no output can be the loss; outputs by the user's path if known, else by number."""
+    names = {i: (paths or {}).get(i, str(i)) for i in range(len(results))}
+    tensors = {i: r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
+    scalars = ", ".join(names[i] for i, r in tensors.items() if _is_loss(r))
+    shapes = ", ".join(f"{names[i]}: {tuple(t.shape)}" for i, t in tensors.items()) or "none"
     title = (
         "no output of the model can be the loss"
         if not scalars
@@ -117,9 +121,9 @@ def no_loss_message(results: Sequence[Any]) -> str:
         title,
         {"tensor outputs": shapes, "differentiable scalars": scalars or "none"},
         hint=(
-            "return a scalar loss from forward, or name it: "
-            "piper.Strategy(..., loss=<key, path or index>) "
-            "with piper.prepare or piper.compile"
+            "return a scalar loss from forward (forwards and backwards can only be put in an order "
+            "if the loss is made inside the step), or name it: "
+            "piper.Strategy(..., loss=<key, path or index>) with piper.prepare or piper.compile"
         ),
     )
 
@@ -259,28 +263,37 @@ def _fake_run(
 
 
 def _is_loss(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dim() == 0
-        and value.requires_grad
-        and value.is_floating_point()
-    )
+    return _is_scalar(value) and bool(value.requires_grad)
 
 
-def _choose_loss(results: Sequence[Any], loss: int | None) -> int | None:
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _choose_loss(
+    results: Sequence[Any],
+    at_full: Sequence[Any],
+    loss: int | None,
+    paths: Mapping[int, str] | None,
+    *,
+    training: bool,
+) -> int | None:
     if loss is not None:
         if not 0 <= loss < len(results) or not isinstance(results[loss], torch.Tensor):
-            raise PiperCaptureError(no_loss_message(results))
+            raise PiperCaptureError(no_loss_message(at_full, paths))
         if results[loss].dim() != 0:
+            name = (paths or {}).get(loss, str(loss))
             raise PiperCaptureError(
                 format_error(
-                    "the output named as the loss is not a scalar",
-                    {"output": loss, "shape": tuple(results[loss].shape)},
+                    f"the output {name!r}, named as the loss, is not a scalar",
+                    {"shape": tuple(at_full[loss].shape)},
                     hint="reduce it in forward, e.g. with .mean()",
                 )
             )
         return loss
     candidates = [i for i, r in enumerate(results) if _is_loss(r)]
+    if not candidates and not training:  # nothing asks for a gradient: any single scalar will do
+        candidates = [i for i, r in enumerate(results) if _is_scalar(r)]
     return candidates[0] if len(candidates) == 1 else None
 
 
@@ -315,6 +328,21 @@ def _detach_outputs(gm: fx.GraphModule, loss: int | None) -> fx.GraphModule:
 def _copied_meta(node: Node) -> dict[str, Any]:
     keep = ("custom", "stack_trace", "nn_module_stack", "example_value")
     return {key: node.meta[key] for key in keep if key in node.meta}
+
+
+def _burn_numbers(graph: fx.Graph, args: tuple[Arg, ...], values: Sequence[Any]) -> None:
+    """Put this program's numbers in place of their placeholders; programs are keyed by them."""
+    for arg, node in zip(args, _placeholders(graph), strict=False):
+        if arg.kind is not ArgKind.NUMBER:
+            continue
+        value = values[arg.position]
+
+        def swap(other: Node, node: Node = node, value: Any = value) -> Any:
+            return value if other is node else other
+
+        for user in list(node.users):
+            user.args = map_arg(user.args, swap)
+            user.kwargs = map_arg(user.kwargs, swap)
 
 
 def _drop_output_copies(graph: fx.Graph) -> None:

@@ -222,7 +222,7 @@ def _without_collector() -> Iterator[None]:
 
 
 @_without_collector()
-def template_of(
+def template_of(  # noqa: PLR0913
     key: str | None,
     gm: fx.GraphModule,
     args: tuple[Arg, ...],
@@ -232,6 +232,7 @@ def template_of(
     *,
     loss: int | None,
     training: bool,
+    paths: Mapping[int, str] | None = None,
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
 
@@ -244,6 +245,7 @@ def template_of(
         num_microbatches: Into how many slices.
         loss: Which output is the loss, or None to find it.
         training: With the backward.
+        paths: The user's path of each output, for messages, where it is known.
     """
     full = (
         key,
@@ -257,7 +259,7 @@ def template_of(
     if key is not None and full in _templates:
         return _templates[full]
     captured = capturing.trace(
-        gm, args, numbers, dims, num_microbatches, loss=loss, training=training
+        gm, args, numbers, dims, num_microbatches, loss=loss, training=training, paths=paths
     )
     regions = find_regions(captured)
     graphs = cut(captured, regions)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,6 +49,7 @@ class Session:
         world_size: Plan for this many ranks, touching no state; None prepares for the real ones.
         loss: Index among the graph's outputs of the one that the user named as the loss, once
             known.
+        paths: The user's path of each graph output, once known.
         probe: Only look at the structure of the output.
         steps: The compiled steps that the call reached.
         plans: Their plans.
@@ -57,6 +58,7 @@ class Session:
     world_size: int | None
     loss: int | None = None
     probe: bool = False
+    paths: dict[int, str] = field(default_factory=dict)
     steps: list["CompiledStep"]
     plans: list[Plan]
 
@@ -106,6 +108,7 @@ class CompiledStep:
         self._entries = WeakKeyDictionary()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._loss: int | None = None
+        self._paths: dict[int, str] = {}
 
     @property
     def strategy(self) -> Strategy:
@@ -123,8 +126,13 @@ class CompiledStep:
         self._recall_loss(values)
         entry = self._entry(values, comm)
         state = self._state(values, entry.plan, comm)
-        self._agree(entry, comm)
-        return self._run(entry, state, values)
+        number = self._agree(entry, comm)
+        try:
+            return self._run(entry, state, values)
+        except PiperTimeoutError:
+            # A rank with another program waits elsewhere: say that, not where this one waits.
+            _compare(entry.plan, comm, number, time.monotonic())
+            raise
 
     # --- plans and programs
     # -------------------------------------------------------------------------------------------
@@ -162,6 +170,7 @@ class CompiledStep:
                 split.num_microbatches,
                 loss=self._loss_index(),
                 training=self._training,
+                paths=self._paths,
             )
             self._plans[key] = make_plan(
                 template,
@@ -257,49 +266,36 @@ class CompiledStep:
                 state.adopt(values[arg.position], arg.name, ranks)
         return state
 
-    def _agree(self, entry: Entry, comm: Communicator) -> None:
+    def _agree(self, entry: Entry, comm: Communicator) -> int:
         """Before a program's first run: every rank must be about to run the same one in this step.
 
         Each rank leaves the fingerprint of every step it starts; only a rank with a new program
         reads the others', so steps that all ranks know cost one unanswered message.
+
+        Returns:
+            The step's number on this communicator.
         """
-        number = getattr(comm, "steps", 0)
-        comm.steps = number + 1  # type: ignore[attr-defined]
+        number = comm.steps
+        comm.steps = number + 1
         if comm.world_size == 1:
-            return
-        about = f"{entry.plan.fingerprint()} {describe(entry.plan)}"
-        comm.publish(f"step/{number}/{comm.rank}", about)
+            return number
+        mine = f"{entry.plan.fingerprint()} {describe(entry.plan)}"
+        comm.publish(f"step/{number}/{comm.rank}", mine)
         if entry.compared:
-            return
-        mine = entry.plan.fingerprint()
+            return number
         deadline = time.monotonic() + min(comm.timeout_s, 1e9)
-        differing, silent = [], []
-        for rank in range(comm.world_size):
-            text = comm.lookup(f"step/{number}/{rank}", deadline - time.monotonic())
-            if text is None:
-                silent.append(f"rank {rank} did not start this step")
-            elif text.split(" ", 1)[0] != mine:
-                differing.append(f"rank {rank}: {text.split(' ', 1)[1]}")
-        if differing:
-            raise PiperRuntimeError(
-                format_error(
-                    "ranks would run different programs in one step",
-                    {
-                        f"rank {comm.rank}": describe(entry.plan),
-                        "others": "\n".join(differing),
-                    },
-                    hint="give every rank the same model, strategy, input shapes and grad mode",
-                )
-            )
+        silent = _compare(entry.plan, comm, number, deadline)
         if silent:
+            waited = f" within {comm.timeout_s:g} s" if comm.timeout_s < float("inf") else ""
             raise PiperTimeoutError(
                 format_error(
-                    f"not all ranks started the step within {comm.timeout_s:g} s",
-                    {"missing": "\n".join(silent)},
+                    f"not all ranks started the step{waited}",
+                    {"missing": "\n".join(f"rank {r} did not start this step" for r in silent)},
                     hint="every rank must call the step; look for the first failed rank",
                 )
             )
         entry.compared = True
+        return number
 
     # --- running ----------------------------------------------------------------------------------
     # --------------------
@@ -411,6 +407,7 @@ class CompiledStep:
         now.steps.append(self)
         if now.loss is not None:
             self._loss = now.loss
+        self._paths = now.paths or self._paths
         outputs = compat.output_nodes(self._gm)
         if not now.probe:
             if now.world_size is not None:
@@ -431,6 +428,34 @@ class CompiledStep:
             else:
                 found.append(None)
         return found
+
+
+def _compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> list[int]:
+    """Compare this rank's program of a step with the others'.
+
+    Returns:
+        The ranks that have not started the step by the deadline.
+
+    Raises:
+        PiperRuntimeError: A rank runs another program in this step.
+    """
+    mine = plan.fingerprint()
+    differing, silent = [], []
+    for rank in range(comm.world_size):
+        text = comm.lookup(f"step/{number}/{rank}", deadline - time.monotonic())
+        if text is None:
+            silent.append(rank)
+        elif text.split(" ", 1)[0] != mine:
+            differing.append(f"rank {rank}: {text.split(' ', 1)[1]}")
+    if differing:
+        raise PiperRuntimeError(
+            format_error(
+                "ranks would run different programs in one step",
+                {f"rank {comm.rank}": describe(plan), "others": "\n".join(differing)},
+                hint="give every rank the same model, strategy, input shapes and grad mode",
+            )
+        )
+    return silent
 
 
 class StandIn(Tensor):

@@ -23,6 +23,7 @@ class Communicator(Protocol):
     rank: int
     world_size: int
     timeout_s: float
+    steps: int
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """Start to receive a message of the channel from `source`, shaped like `like`; a handle."""
@@ -62,6 +63,7 @@ class TorchCommunicator:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout_s = timeout_s
+        self.steps = 0
         self.group = dist.group.WORLD
         self._store = compat.default_store()
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}

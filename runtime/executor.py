@@ -201,10 +201,11 @@ class Executor:
         task = instr.task or instr.op
         details = {"where": instr.where or "no source line", "instruction": f"{instr.op} {task}"}
         if timed_out and instr.peer >= 0:
-            waited = f"{self.comm.timeout_s:g} s"
-            title = f"rank {rank} waits for {task} from rank {instr.peer} since {waited}"
+            finite = self.comm.timeout_s != float("inf")
+            waited = f" since {self.comm.timeout_s:g} s" if finite else ", and it cannot come"
+            title = f"rank {rank} waits for {task} from rank {instr.peer}{waited}"
             if instr.op is Op.DRAIN:
-                title = f"rank {rank} waits for rank {instr.peer} to take {task} since {waited}"
+                title = f"rank {rank} waits for rank {instr.peer} to take {task}{waited}"
             return PiperTimeoutError(
                 format_error(
                     title,

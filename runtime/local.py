@@ -145,6 +145,7 @@ class LocalCommunicator:
         self.rank = rank
         self.world_size = world.world_size
         self.timeout_s = float("inf")
+        self.steps = 0
         self._meeting: dict[tuple[int, ...], int] = {}
 
     def post(self, source: int, message: int, like: Any) -> Any:
