@@ -1,0 +1,88 @@
+"""The stages of a plan one by one, for tests that look between them.
+
+`capture` stops after AOTAutograd, `regions` after the cut, `partitioned` after the partitioner,
+`dag` after the build. Nothing is shared with the plans of other tests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from piper_dynamo import capture as capturing
+from piper_dynamo.ir.graph import Dag
+from piper_dynamo.ir.joint import Arg, ArgKind, Capture
+from piper_dynamo.ir.task import RegionId
+from piper_dynamo.passes.build import build
+from piper_dynamo.passes.cut import RegionGraph, cut
+from piper_dynamo.passes.partition import Partition, Partitioner
+from piper_dynamo.passes.regions import Regions, find_regions
+
+
+@dataclass(slots=True)
+class Stages:
+    """A captured microbatch, and what each stage of cutting makes of it."""
+
+    capture: Capture
+    dims: dict[int, int]
+    regions: Regions = field(init=False)
+    graphs: dict[RegionId, RegionGraph] = field(init=False)
+    partitions: dict[RegionId, Partition] = field(init=False)
+    dag: Dag = field(init=False)
+
+    def cut(self) -> "Stages":
+        """Up to the cut: regions, and a joint graph of each."""
+        self.regions = find_regions(self.capture)
+        self.graphs = cut(self.capture, self.regions)
+        return self
+
+    def build(self) -> "Stages":
+        """Up to the DAG of one microbatch."""
+        self.cut()
+        kept = {self.capture.placeholders[a.position] for a in self.capture.args}
+        partitioner = Partitioner(self.capture.mode)
+        self.partitions = {
+            region: partitioner(graph, tuple(name in kept for name in graph.primals))
+            for region, graph in self.graphs.items()
+        }
+        self.dag = self.rebuilt()
+        return self
+
+    def rebuilt(self) -> Dag:
+        """The DAG once more, for passes that change it."""
+        return build(self.capture, self.regions, self.graphs, self.partitions)
+
+    def region(self, text: str) -> RegionId:
+        """The region with this text form."""
+        (found,) = [r for r in self.regions.order if str(r) == text]
+        return found
+
+
+def capture(
+    model: nn.Module, example: Sequence[Any], microbatches: int = 1, *, training: bool = True
+) -> Stages:
+    """The joint graph of one microbatch; every data tensor is sliced along dim 0.
+
+    The batch is not symbolic here, so a model that reads its size needs `microbatches=1`.
+    """
+    found: list[Stages] = []
+
+    def backend(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        args = capturing.read_args(gm, examples)
+        numbers = {a.position: e for a, e in zip(args, examples, strict=True) if a.spec is None}
+        dims = {a.position: 0 for a in args if _sliced(a)}
+        traced = capturing.trace(
+            gm, args, numbers, dims, microbatches, loss=None, training=training
+        )
+        found.append(Stages(traced, dims))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(*example)
+    return found[-1]
+
+
+def _sliced(arg: Arg) -> bool:
+    return arg.kind is ArgKind.DATA and arg.spec is not None and bool(arg.spec.shape)
