@@ -45,12 +45,17 @@ def emit(program: RankProgram, *, timed: bool = False) -> Module:
         if names:
             lines.append(f"    {_targets(names)} = {source}")
     instr_of_line: dict[int, int] = {}
+    pause = program.pause()
     for index, instr in enumerate(program.instrs):
+        if index == pause:
+            lines.append(_pause(program))
         for line in _lines(instr, specs):
             lines.append("    " + line)
             instr_of_line[len(lines)] = index
         if timed and instr.op is not Op.FREE:
             lines.append(f"    rt.mark({index})")
+    if pause == len(program.instrs):
+        lines.append(_pause(program))
     lines.append(f"    return {_returned(program)}")
     return Module(source="\n".join(lines) + "\n", instr_of_line=instr_of_line, specs=specs)
 
@@ -137,18 +142,25 @@ def _targets(names: list[str]) -> str:
     return f"[{names[0]}]" if len(names) == 1 else ", ".join(names)
 
 
-def _returned(program: RankProgram) -> str:
-    def tuple_of(regs: list[str]) -> str:
-        return "(" + "".join(f"{r}, " for r in regs).rstrip() + ")"
+def _pause(program: RankProgram) -> str:
+    """Between forward and backward of a program without a loss, the caller makes one."""
+    given = _targets([reg for _, reg in program.tangents])
+    outputs = _tuple([r for _, r in program.outputs])
+    buffers = _tuple([r for _, r in program.buffers])
+    return f"    {given} = yield {outputs}, {buffers}  # the caller's gradients of the outputs"
 
-    return ", ".join(
-        (
-            program.loss or "None",
-            tuple_of([r for _, r in program.outputs]),
-            tuple_of([r for _, r in program.grads]),
-            tuple_of([r for _, r in program.buffers]),
-        )
-    )
+
+def _returned(program: RankProgram) -> str:
+    grads = _tuple([r for _, r in program.grads])
+    if program.tangents:
+        return grads
+    outputs = _tuple([r for _, r in program.outputs])
+    buffers = _tuple([r for _, r in program.buffers])
+    return f"{program.loss or 'None'}, {outputs}, {grads}, {buffers}"
+
+
+def _tuple(regs: list[str]) -> str:
+    return "(" + "".join(f"{r}, " for r in regs).rstrip() + ")"
 
 
 def _spec_name(spec: TensorSpec | None, specs: dict[str, TensorSpec]) -> str:

@@ -66,13 +66,15 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
     rank = draft.rank
     used = {reg for i in draft.instrs for reg in i.reads()}
     results = results_of(dag.graph)
-    state, data, weights = [], [], []
+    state, data, weights, tangents = [], [], [], []
     wanted_buffers = {
         key for key, nodes in results["buffers"].items() if any(_mine(n, rank) for n in nodes)
     }
     for node in dag.graph.find_nodes(op="placeholder"):
         position = node.meta.get("arg")
-        if position is None:
+        if "tangent" in node.meta:
+            tangents.append((node.meta["tangent"], node.name))
+        elif position is None:
             if node.name in used:
                 weights.append(node.name)
         elif dag.args[position].kind is ArgKind.DATA:
@@ -90,6 +92,7 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
         state=tuple(state),
         data=tuple(data),
         weights=tuple(weights),
+        tangents=tuple(tangents),
         loss=loss[0] if loss else "",
         outputs=tuple(
             (i, n.name)
@@ -263,7 +266,7 @@ class _Lowering:
     def _slice(self, node: Node, task: Task) -> None:
         source, dim, part, parts = node.args
         assert isinstance(source, Node)
-        assert isinstance(dim, int)
+        assert dim is None or isinstance(dim, int)
         assert isinstance(part, int)
         assert isinstance(parts, int)
         spec: TensorSpec = node.meta["spec"]
@@ -276,7 +279,7 @@ class _Lowering:
                 dim=dim,
                 part=part,
                 parts=parts,
-                nbytes=(0 if dim == 0 else spec.nbytes,),
+                nbytes=(spec.nbytes if dim else 0,),
             )
         )
 

@@ -33,9 +33,9 @@ def build(
     builder = _Builder(capture, regions, graphs, partitions)
     for position in sorted(capture.placeholders):
         builder.placeholder(position)
-    builder.weight()
+    builder.tangents()
     phases = [(Pass.F, r) for r in regions.order]
-    if capture.tangent is not None:
+    if capture.tangents:
         phases += [(Pass.B, r) for r in reversed(regions.order)]
     builder.run(phases)
     return builder.finish()
@@ -62,7 +62,7 @@ class _Builder:
             outputs=capture.outputs,
             loss=capture.loss,
             regions={r: regions.where.get(r, "") for r in regions.order},
-            training=capture.tangent is not None,
+            training=bool(capture.tangents),
         )
 
     def placeholder(self, position: int) -> None:
@@ -77,14 +77,24 @@ class _Builder:
         node.meta["spec"] = TensorSpec.of(source.meta["val"])
         self.values[source.name] = node
 
-    def weight(self) -> None:
-        """What a microbatch's loss counts for; its backward starts from the same number."""
-        if self.capture.loss is None:
+    def tangents(self) -> None:
+        """What the backward starts from.
+
+        With a loss it is the microbatch's weight in the whole loss, by which its loss is
+        multiplied too; without one, the gradient of each output, which the caller gives.
+        """
+        capture = self.capture
+        if capture.loss is not None:
+            node = self.graph.placeholder(WEIGHT)
+            node.meta["spec"] = capture.outputs[capture.loss].spec
+            if capture.tangents:
+                self.values[capture.tangents[capture.loss]] = node
             return
-        node = self.graph.placeholder(WEIGHT)
-        node.meta["spec"] = self.capture.outputs[self.capture.loss].spec
-        if self.capture.tangent is not None:
-            self.values[self.capture.tangent] = node
+        for index, name in sorted(capture.tangents.items()):
+            node = self.graph.placeholder(f"tangent_{index}")
+            node.meta["spec"] = capture.outputs[index].spec
+            node.meta["tangent"] = index
+            self.values[name] = node
 
     def run(self, phases: list[tuple[Pass, RegionId]]) -> None:
         """Add the tasks as their inputs become known; one sweep does for most models."""

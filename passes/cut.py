@@ -125,13 +125,14 @@ def _extract(
     values: dict[Node, Node] = {}
     primals: list[Node] = []
     tangents: list[Node] = []
+    loss_tangents = set(capture.tangents.values())
 
     def source_of(node: Node) -> None:
         """Find where an outside value comes from: a placeholder, or a free node's own sources."""
         if node in values or node in inside:
             return
         if node.op == "placeholder" or node in regions.of:
-            is_tangent = node in regions.is_backward or node.name == capture.tangent
+            is_tangent = node in regions.is_backward or node.name in loss_tangents
             (tangents if is_tangent else primals).append(node)
             return
         for source in node.all_input_nodes:

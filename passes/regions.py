@@ -35,7 +35,7 @@ class Regions:
     Attributes:
         order: Regions in forward order.
         of: Region of each node that is neither a placeholder nor free.
-        is_backward: Names of the nodes that depend on the loss's tangent.
+        is_backward: Names of the nodes that depend on a tangent.
         partials: For each argument position with a gradient: the partial gradient of each region.
         where: The first user line of each region.
         untagged: User lines of forward nodes that carried no tag, and the region they joined.
@@ -89,8 +89,9 @@ def find_regions(capture: Capture) -> Regions:
 
 def _tangent_dependents(capture: Capture) -> set[Node]:
     found: set[Node] = set()
+    tangents = set(capture.tangents.values())
     for node in capture.graph.nodes:
-        if node.name == capture.tangent or any(i in found for i in node.all_input_nodes):
+        if node.name in tangents or any(i in found for i in node.all_input_nodes):
             found.add(node)
     return found
 

@@ -118,20 +118,20 @@ class Split:
         template = dag.graph
         shared: dict[Node, Node] = {}
         for node in template.find_nodes(op="placeholder"):
-            if "arg" in node.meta:
+            if not _is_weight(node):
                 shared[node] = _copy_placeholder(graph, node, self._whole(dag, node))
         weights = self._weights(graph, template)
         copies: list[dict[Node, Node]] = []
         results = results_of(template)
         carried = {int(p): node for p, node in results["buffers"].items()}
-        state = {n: shared[n] for n in shared if n.meta["arg"] in carried}
+        state = {n: shared[n] for n in shared if n.meta.get("arg") in carried}
         for mb in range(self._parts):
             values = dict(shared)
             values.update(state)
             for node in template.find_nodes(op="placeholder"):
-                if "arg" not in node.meta:
+                if _is_weight(node):
                     values[node] = weights[mb]
-                elif node.meta["arg"] in self._dims and self._parts > 1:
+                elif self._parts > 1 and ("tangent" in node.meta or node.meta["arg"] in self._dims):
                     values[node] = self._slice(graph, dag, node, shared[node], mb)
             for node in template.nodes:
                 if node.op not in ("placeholder", "output"):
@@ -145,6 +145,8 @@ class Split:
 
     def _whole(self, dag: Dag, node: Node) -> TensorSpec:
         spec: TensorSpec = node.meta["spec"]
+        if "tangent" in node.meta:
+            return _joined(spec, dag.outputs[node.meta["tangent"]].batch_dim, self._parts)
         dim = self._dims.get(node.meta["arg"])
         if dim is None or self._parts == 1:
             return spec
@@ -153,7 +155,7 @@ class Split:
         return arg.spec.contiguous()
 
     def _weights(self, graph: fx.Graph, template: fx.Graph) -> list[Node]:
-        old = [n for n in template.find_nodes(op="placeholder") if "arg" not in n.meta]
+        old = [n for n in template.find_nodes(op="placeholder") if _is_weight(n)]
         if not old:
             return []
         count = self._parts if self._many_weights else 1
@@ -165,12 +167,15 @@ class Split:
         return made if self._many_weights else made * self._parts
 
     def _slice(self, graph: fx.Graph, dag: Dag, node: Node, whole: Node, mb: int) -> Node:
-        arg = dag.args[node.meta["arg"]]
+        if "tangent" in node.meta:
+            dim, label = dag.outputs[node.meta["tangent"]].batch_dim, node.name
+        else:
+            dim, label = self._dims[node.meta["arg"]], dag.args[node.meta["arg"]].name
         return call(
             graph,
-            Task(kind=Kind.SLICE, label=f"{arg.name}.MB{mb}"),
+            Task(kind=Kind.SLICE, label=f"{label}.MB{mb}"),
             ops.slice_batch,
-            (whole, self._dims[arg.position], mb, self._parts),
+            (whole, dim, mb, self._parts),
             name=f"{node.name}_MB{mb}",
             spec=node.meta["spec"],
         )
@@ -217,19 +222,13 @@ class Split:
         if len(parts) == 1:
             return parts[0]
         dim = dag.outputs[index].batch_dim
-        spec = parts[0].meta["spec"]
-        shape = (
-            (len(parts), *spec.shape)
-            if dim is None
-            else (*spec.shape[:dim], spec.shape[dim] * len(parts), *spec.shape[dim + 1 :])
-        )
         return call(
             graph,
             Task(kind=Kind.CONCAT, label=f"output{index}"),
             ops.concat,
             (parts, dim),
             name=f"output_{index}",
-            spec=replace(spec, shape=shape).contiguous(),
+            spec=_joined(parts[0].meta["spec"], dim, len(parts)),
         )
 
     def _gradient(
@@ -275,6 +274,20 @@ class Split:
             name=name,
             spec=spec,
         )
+
+
+def _is_weight(node: Node) -> bool:
+    return "arg" not in node.meta and "tangent" not in node.meta
+
+
+def _joined(spec: TensorSpec, dim: int | None, parts: int) -> TensorSpec:
+    """What `ops.concat` makes of `parts` values like this one."""
+    if parts == 1:
+        return spec
+    if dim is None:
+        return replace(spec, shape=(parts, *spec.shape)).contiguous()
+    shape = (*spec.shape[:dim], spec.shape[dim] * parts, *spec.shape[dim + 1 :])
+    return replace(spec, shape=shape).contiguous()
 
 
 def _copy_placeholder(graph: fx.Graph, node: Node, spec: TensorSpec) -> Node:

@@ -323,7 +323,7 @@ def specialized_at(placeholder: fx.Node) -> str:
 
 
 def fixed_size(size: Any) -> int | None:
-    """The number that a traced size is, or that the model has fixed it to; None while it is free."""
+    """The number that a traced size is, or that the model fixed it to; None while it is free."""
     if isinstance(size, int):
         return size
     expression = size.node.expr  # int(size) would fix it

@@ -6,6 +6,7 @@ which take the microbatch's sizes here.
 """
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -95,9 +96,10 @@ def trace(
     results = _fake_run(gm, fakes, mode, args)
     at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, args)
     loss = _choose_loss(results, at_full, loss, paths, training=training)
-    if training and loss is None:
+    kept = {loss} if loss is not None else _differentiable(results)
+    if training and (not kept or (loss is None and any(map(_is_loss, results)))):
         raise PiperCaptureError(no_loss_message(at_full, paths))
-    prepared = _detach_outputs(gm, loss)
+    prepared = _detach_outputs(gm, kept)
     graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
     _burn_numbers(graph, args, fakes)
     _drop_output_copies(graph)
@@ -297,8 +299,12 @@ def _choose_loss(
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _detach_outputs(gm: fx.GraphModule, loss: int | None) -> fx.GraphModule:
-    """A copy whose outputs other than the loss are cut from the backward.
+def _differentiable(results: Sequence[Any]) -> set[int]:
+    return {i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad}
+
+
+def _detach_outputs(gm: fx.GraphModule, kept: AbstractSet[int]) -> fx.GraphModule:
+    """A copy whose outputs, other than the kept ones, are cut from the backward.
 
     AOTAutograd would give a view of an input back to its own runtime to rebuild; a copy keeps it in
     the graph. `_drop_output_copies` takes away the copies that turn out not to be needed.
@@ -313,7 +319,7 @@ def _detach_outputs(gm: fx.GraphModule, loss: int | None) -> fx.GraphModule:
             new.append(out)
             continue
         node = out
-        if index != loss:
+        if index not in kept:
             node = graph.call_method("detach", (node,))
             node.meta = _copied_meta(out)
         node = graph.call_method("clone", (node,))
@@ -417,7 +423,7 @@ def _read_ends(
         graph=graph,
         args=args,
         placeholders={arg.position: p.name for arg, p in zip(args, primals, strict=True)},
-        tangent=tangents[0].name if tangents else None,
+        tangents={t.meta["desc"].output.idx: t.name for t in tangents},
         loss=loss,
         outputs=tuple(o for o in outputs if o is not None),
         buffers=buffers,

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch.fx.node import Node
 
 from piper_dynamo import capture as capturing
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
-from piper_dynamo.ir.graph import Dag, print_dag
+from piper_dynamo.ir.graph import Dag, print_dag, task_of
 from piper_dynamo.ir.joint import Arg, ArgKind, Capture
 from piper_dynamo.ir.program import Instr, Op, RankProgram
-from piper_dynamo.ir.task import RegionId
+from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
 from piper_dynamo.lowering.emit import emit
@@ -347,6 +348,8 @@ def make_plan(
         Order(orders),
     ]
     run_passes(dag, rest, check_values=check)
+    if dag.training and dag.loss is None:
+        check_two_programs(dag, world_size)
     programs = lower_all(dag, world_size)
     verify(programs)
     return Plan(
@@ -365,9 +368,40 @@ def make_plan(
     )
 
 
+def check_two_programs(dag: Dag, world_size: int) -> None:
+    """A step without a loss runs all forwards, gives its outputs, and runs all backwards later.
+
+    Raises:
+        PiperPlanError: An order wants a backward before a forward, or there are several ranks: only
+            the ranks that own an output could start its backward.
+    """
+    hint = "return a scalar loss from forward, so that it is made inside the step"
+    if world_size > 1:
+        raise PiperPlanError(
+            format_error(
+                "no output of the model can be the loss, and the step is placed on several ranks",
+                {"ranks": world_size, "orders": "need the loss inside the step"},
+                hint=hint,
+            )
+        )
+    for before, after, where in dag.orders:
+        first, second = task_of(before).name, task_of(after).name
+        if first and second and first.which is not Pass.F and second.which is Pass.F:
+            raise PiperPlanError(
+                format_error(
+                    "no output of the model can be the loss, but an order interleaves backwards",
+                    {"order": f"{first} before {second}, at {where}"},
+                    hint=hint,
+                )
+            )
+
+
 def lower_all(dag: Dag, world_size: int) -> tuple[RankProgram, ...]:
     """Schedule and lower a distributed DAG to every rank's program."""
-    drafts = lower(dag, schedule(dag))
+    order = schedule(dag)
+    if dag.training and dag.loss is None:
+        order = {devices: _forward_first(tasks) for devices, tasks in order.items()}
+    drafts = lower(dag, order)
     number_messages(drafts)
     for draft in drafts:
         post_receives(draft)
@@ -377,6 +411,12 @@ def lower_all(dag: Dag, world_size: int) -> tuple[RankProgram, ...]:
         program = free_dead(finish(dag, draft, world_size))
         programs.append(replace(program, peak_bytes=peak_bytes(program, dag.chunks)))
     return tuple(programs)
+
+
+def _forward_first(tasks: list[Node]) -> list[Node]:
+    names = [(task_of(node).name, node) for node in tasks]
+    forward = [node for name, node in names if name is not None and name.which is Pass.F]
+    return forward + [node for name, node in names if name is None or name.which is not Pass.F]
 
 
 def data_dims(args: Sequence[Arg], split: SplitDirective) -> dict[int, int]:

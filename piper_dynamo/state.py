@@ -201,31 +201,35 @@ def _release(param: Tensor, record: Record) -> None:
 
 
 class Gradients:
-    """One step's gradients on their way to autograd; given away once."""
+    """One step's gradients on their way to autograd; given away once.
 
-    def __init__(self, grads: list[Tensor]) -> None:
-        self._grads: list[Tensor] | None = grads
+    `make` gives them, from what comes in at the outputs: ready-made ones times the loss's gradient,
+    or a backward that has yet to run.
+    """
+
+    def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+        self._make: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = make
         self._gone = ""
 
-    def take(self) -> list[Tensor]:
+    def take(self, incoming: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients, which are forgotten here.
 
         Raises:
             PiperRuntimeError: They were handed over before, or dropped for a later step's.
         """
-        if self._grads is None:
+        if self._make is None:
             raise PiperRuntimeError(self._gone)
-        grads, self._grads = self._grads, None
+        make, self._make = self._make, None
         self._gone = (
             "backward was called twice on one loss of a compiled step; its gradients were "
             "handed over the first time: call the step again"
         )
-        return grads
+        return make(incoming)
 
     def drop(self) -> None:
         """Free the gradients of a loss that nobody called backward on."""
-        if self._grads is not None:
-            self._grads = None
+        if self._make is not None:
+            self._make = None
             self._gone = (
                 "the gradients of this loss were dropped: two later steps ran before its backward; "
                 "call backward on each loss before the second next step"
@@ -233,30 +237,50 @@ class Gradients:
 
 
 class _HandOver(torch.autograd.Function):
+    """`outputs = apply(gradients, number of outputs, *outputs, *parameters)`."""
+
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Gradients, *params: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.view_as(loss)
+    def forward(ctx: Any, gradients: Gradients, count: int, *tensors: Tensor) -> Any:
+        ctx.gradients, ctx.count = gradients, count
+        outputs = tuple(t.view_as(t) for t in tensors[:count])
+        return outputs[0] if count == 1 else outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
-        grads = ctx.gradients.take()
-        if incoming.device.type != "cpu" or incoming.item() != 1.0:
-            torch._foreach_mul_(grads, incoming)
-        wanted = ctx.needs_input_grad[2:]
-        return (None, None, *(g if w else None for g, w in zip(grads, wanted, strict=True)))
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+        grads = ctx.gradients.take(incoming)
+        wanted = ctx.needs_input_grad[2 + ctx.count :]
+        given = (g if w else None for g, w in zip(grads, wanted, strict=True))
+        return (None, None, *(None for _ in range(ctx.count)), *given)
 
 
 def attach(state: StepState, loss: Tensor, params: list[Tensor], grads: list[Tensor]) -> Tensor:
     """The loss, differentiable: its backward gives `grads`, times what comes in, to `params`."""
     if not params:
         params, grads = [state.anchor], [torch.zeros_like(state.anchor)]
-    gradients = Gradients(grads)
+
+    def scaled(incoming: Sequence[Tensor]) -> Sequence[Tensor]:
+        (factor,) = incoming
+        if factor.device.type != "cpu" or factor.item() != 1.0:
+            torch._foreach_mul_(grads, factor)
+        return grads
+
+    (result,) = attach_outputs(state, [loss], params, scaled)
+    return result
+
+
+def attach_outputs(
+    state: StepState,
+    outputs: list[Tensor],
+    params: list[Tensor],
+    backward: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+) -> list[Tensor]:
+    """The outputs, differentiable: `backward` makes the gradients of `params` from theirs."""
+    gradients = Gradients(backward)
     state.outstanding.append(gradients)
     if len(state.outstanding) > 2:
         state.outstanding.popleft().drop()
     with torch.enable_grad():
-        result = _HandOver.apply(loss, gradients, *params)  # type: ignore[no-untyped-call]
-    assert isinstance(result, Tensor)
-    return result
+        apply: Any = _HandOver.apply
+        results = apply(gradients, len(outputs), *outputs, *params)
+    return [results] if isinstance(results, Tensor) else list(results)

@@ -24,6 +24,7 @@ from piper_dynamo.errors import (
     format_error,
 )
 from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.ir.program import RankProgram
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.options import Options
@@ -35,6 +36,7 @@ from piper_dynamo.state import (
     StepState,
     absent_output,
     attach,
+    attach_outputs,
     record_of,
     spec_of_arg,
 )
@@ -375,6 +377,8 @@ class CompiledStep:
         owned = {
             index: value for (index, _), value in zip(program.outputs, results.outputs, strict=True)
         }
+        if results.backward is not None:
+            owned |= self._differentiable_outputs(state, program, results, owned, values)
         found: list[Any] = []
         for index, output in enumerate(plan.dag.outputs):
             if index == plan.dag.loss:
@@ -388,6 +392,26 @@ class CompiledStep:
                 assert output.spec is not None
                 found.append(absent_output(output.spec, f"output {index} of the model", owners))
         return found
+
+    def _differentiable_outputs(
+        self,
+        state: StepState,
+        program: RankProgram,
+        results: StepResults,
+        owned: dict[int, Tensor],
+        values: Sequence[Any],
+    ) -> dict[int, Tensor]:
+        """Outputs whose gradients start the backward, where no output is the loss."""
+        backward = results.backward
+        assert backward is not None
+        indices = [index for index, _ in program.tangents]
+        params = [values[position] for position, _ in program.grads]
+
+        def run(incoming: Sequence[Tensor]) -> Sequence[Tensor]:
+            return backward([g.contiguous() for g in incoming])
+
+        attached = attach_outputs(state, [owned[i] for i in indices], params, run)
+        return dict(zip(indices, attached, strict=True))
 
     def _loss_value(
         self, plan: Plan, state: StepState, results: StepResults, values: Sequence[Any]

@@ -88,8 +88,10 @@ class Runtime:
         self.send = comm.send
         self.drain = comm.drain
 
-    def slice(self, batch: Tensor, dim: int, part: int, parts: int) -> Tensor:
-        """One microbatch of an input, contiguous."""
+    def slice(self, batch: Tensor, dim: int | None, part: int, parts: int) -> Tensor:
+        """One microbatch of an input, contiguous; of a stack where `dim` is None."""
+        if dim is None:
+            return batch[part].contiguous()
         size = batch.shape[dim] // parts
         return batch.narrow(dim, part * size, size).contiguous()
 
@@ -146,12 +148,17 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResults:
-    """What a program returns: the loss, then values in the order of the program's lists."""
+    """What a program returns: the loss, then values in the order of the program's lists.
+
+    Where no output is the loss, `backward` takes the gradients of the outputs (in the order of the
+    program's `tangents`) and gives the program's gradients; it can be called once.
+    """
 
     loss: Tensor | None
     outputs: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
+    backward: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None = None
 
 
 class Executor:
@@ -183,17 +190,30 @@ class Executor:
         exec(compile(code.source, name, "exec"), namespace)
         step = namespace["step"]
 
-        def run(*args: Any) -> Any:
-            try:
-                return step(*args)
-            except BaseException as error:
-                index = _failed_instr(error.__traceback__, name, code.instr_of_line)
-                self.comm.abandon()
-                if index is None or not isinstance(error, Exception):
+        def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                try:
+                    with torch.no_grad():
+                        return call(*args)
+                except StopIteration:
                     raise
-                raise self._explain(error, self.program.instrs[index]) from error
+                except BaseException as error:
+                    index = _failed_instr(error.__traceback__, name, code.instr_of_line)
+                    self.comm.abandon()
+                    if index is None or not isinstance(error, Exception):
+                        raise
+                    raise self._explain(error, self.program.instrs[index]) from error
 
-        return run
+            return run
+
+        if not self.program.tangents:
+            return guarded(step)
+
+        def start(*args: Any) -> Any:
+            paused = step(*args)
+            return (*guarded(paused.send)(None), guarded(paused.send))
+
+        return start
 
     def _explain(self, error: Exception, instr: Instr) -> PiperError:
         timed_out = isinstance(error, PiperTimeoutError)
@@ -246,14 +266,31 @@ class Executor:
             self._timed = self._timed or self._load(timed=True)
             step = self._timed
             runtime.mark(-1)
-        before = torch.get_rng_state() if self._random else None
+        arguments = (runtime, state, data, weights)
+        if not self.program.tangents:
+            loss, outputs, grads, buffers = self._own_random(step, *arguments)
+            return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
+        outputs, buffers, resume = self._own_random(step, *arguments)
+
+        def backward(tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            try:
+                self._own_random(resume, tuple(tangents))
+            except StopIteration as end:
+                finished: tuple[Tensor, ...] = end.value
+                return finished
+            raise AssertionError("a program pauses once")
+
+        return StepResults(loss=None, outputs=outputs, grads=(), buffers=buffers, backward=backward)
+
+    def _own_random(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Chunks seed the default generator; the caller's state comes back afterwards."""
+        if not self._random:
+            return call(*args)
+        before = torch.get_rng_state()
         try:
-            with torch.no_grad():
-                loss, outputs, grads, buffers = step(runtime, state, data, weights)
+            return call(*args)
         finally:
-            if before is not None:
-                torch.set_rng_state(before)
-        return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
+            torch.set_rng_state(before)
 
     @property
     def marks(self) -> Sequence[tuple[int, float]]:

@@ -71,11 +71,12 @@ class Capture:
     """The joint (or forward) graph of one microbatch and what its ends are.
 
     Attributes:
-        graph: Placeholders are those of `args` in order, then the loss's tangent; the output
+        graph: Placeholders are those of `args` in order, then tangents; the output
             node is an empty tuple's.
         args: The arguments, in order of position.
         placeholders: Placeholder name of each argument that the graph takes, by position.
-        tangent: Name of the placeholder of the loss's gradient; None in a forward graph.
+        tangents: Name of the placeholder of an output's gradient, by the output's index: the loss
+            alone, or every differentiable output where none is the loss; none in a forward graph.
         loss: Index into `outputs` of the loss, or None.
         outputs: The call's tensor and constant outputs in order.
         buffers: Name of the node with a buffer's new value, by the position of the buffer.
@@ -86,7 +87,7 @@ class Capture:
     graph: fx.Graph
     args: tuple[Arg, ...]
     placeholders: dict[int, str]
-    tangent: str | None
+    tangents: dict[int, str]
     loss: int | None
     outputs: tuple[Output, ...]
     buffers: dict[int, str]

@@ -16,8 +16,10 @@ from piper_dynamo.ir.spec import TensorSpec, contiguous_stride
 from piper_dynamo.ir.task import Kind
 
 
-def slice_batch(batch: Tensor, dim: int, index: int, parts: int) -> Tensor:
-    """Microbatch `index` of `parts` equal slices along `dim`, contiguous."""
+def slice_batch(batch: Tensor, dim: int | None, index: int, parts: int) -> Tensor:
+    """Microbatch `index` of `parts` equal slices along `dim`, contiguous; of a stack if None."""
+    if dim is None:
+        return batch[index].contiguous()
     size = batch.shape[dim] // parts
     return batch.narrow(dim, index * size, size).contiguous()
 

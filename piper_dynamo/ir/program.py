@@ -163,6 +163,8 @@ class RankProgram:
         state: Register of each parameter and buffer it needs, with the argument's position.
         data: Register of each data argument it needs, with the argument's position.
         weights: Registers of the loss weights it needs, one per microbatch or one for all.
+        tangents: Output index and register of each gradient the caller gives between forward and
+            backward, where no output is the loss.
         loss: Register of the loss; empty where the model has none.
         outputs: Index and register of each other output this rank owns.
         grads: Argument position and register of each gradient this rank ends with.
@@ -178,6 +180,7 @@ class RankProgram:
     state: tuple[tuple[str, int], ...]
     data: tuple[tuple[str, int], ...]
     weights: tuple[str, ...]
+    tangents: tuple[tuple[int, str], ...]
     loss: str
     outputs: tuple[tuple[int, str], ...]
     grads: tuple[tuple[int, str], ...]
@@ -192,7 +195,16 @@ class RankProgram:
 
     def sources(self) -> set[str]:
         """Registers that are there before the program."""
-        return {reg for reg, _ in (*self.state, *self.data)} | set(self.weights)
+        given = {reg for reg, _ in (*self.state, *self.data)} | set(self.weights)
+        return given | {reg for _, reg in self.tangents}
+
+    def pause(self) -> int | None:
+        """Before which instruction a program without a loss stops for the caller's gradients."""
+        if not self.tangents:
+            return None
+        given = {reg for _, reg in self.tangents}
+        waiting = (i for i, instr in enumerate(self.instrs) if given & set(instr.reads()))
+        return next(waiting, len(self.instrs))
 
     def text(self) -> str:
         """One instruction per line; two ranks' plans are the same job iff their texts are."""
