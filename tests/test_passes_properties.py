@@ -25,7 +25,7 @@ from piper_dynamo.passes.split_backward import SplitBackward
 from piper_dynamo.passes.tie import Tie
 from piper_dynamo.passes.transfer import Transfer
 from tests.models import Stack4, TiedLM, rows
-from tests.tracing import Stages, capture
+from tests.tracing import Stages, capture, run, same_as_eager
 
 BATCH = 12
 STAGES = 4
@@ -61,35 +61,10 @@ def cached() -> Cached:
     return Cached()
 
 
-def run(dag: Dag, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and gradients of a DAG as one module."""
-    state = dict(model.named_parameters())
-    data = iter(batch)
-    values = []
-    for node in dag.graph.find_nodes(op="placeholder"):
-        position = node.meta.get("arg")
-        if position is None:
-            values.append(torch.tensor(1 / dag.num_microbatches, dtype=torch.float64))
-        elif dag.args[position].name in state:
-            values.append(state[dag.args[position].name])
-        else:
-            values.append(next(data))
-    with torch.no_grad():
-        results = dag.module()(*values)
-    return results["loss"], {dag.args[int(k)].name: g for k, g in results["grads"].items()}
-
-
 @pytest.mark.parametrize(("name", "parts"), [("stack", 1), ("stack", 3), ("stack", 6), ("tied", 2)])
 def test_split_keeps_values(cached: Cached, name: str, parts: int):
     model, batch, _ = cached(name, parts)
-    loss, grads = run(cached.split(name, parts), model, batch)
-    want = model(*batch)
-    want.backward()
-    torch.testing.assert_close(loss, want.detach(), rtol=0, atol=1e-14)
-    assert set(grads) == {n for n, _ in model.named_parameters()}
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(grads[key], parameter.grad, rtol=0, atol=1e-14)
-    model.zero_grad()
+    same_as_eager(cached.split(name, parts), model, batch)
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]))

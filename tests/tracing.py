@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from piper_dynamo import capture as capturing
 from piper_dynamo.ir.graph import Dag
@@ -86,3 +86,41 @@ def capture(
 
 def _sliced(arg: Arg) -> bool:
     return arg.kind is ArgKind.DATA and arg.spec is not None and bool(arg.spec.shape)
+
+
+def run(dag: Dag, model: nn.Module, batch: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and gradients of a DAG without devices, run as one module.
+
+    A gradient that is still several parts, before Split, is their sum.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    data = iter(batch)
+    values: list[Any] = []
+    for node in dag.graph.find_nodes(op="placeholder"):
+        position = node.meta.get("arg")
+        if position is None:
+            values.append(torch.tensor(1 / dag.num_microbatches, dtype=node.meta["spec"].dtype))
+        elif dag.args[position].name in state:
+            values.append(state[dag.args[position].name].detach().clone())
+        else:
+            values.append(next(data))
+    with torch.no_grad():
+        results = dag.module()(*values)
+    grads = {
+        dag.args[int(key)].name: sum(grad) if isinstance(grad, list | tuple) else grad
+        for key, grad in results["grads"].items()
+    }
+    return results["loss"], grads
+
+
+def same_as_eager(dag: Dag, model: nn.Module, batch: Sequence[Any]) -> None:
+    """The DAG's loss and gradients are the model's; every parameter that has one is there."""
+    loss, grads = run(dag, model, batch)
+    model.zero_grad()
+    want = model(*batch)
+    want.backward()
+    torch.testing.assert_close(loss, want.detach(), rtol=0, atol=1e-14)
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert set(grads) == set(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-14)
