@@ -195,6 +195,7 @@ def test_results_and_sources(plans: dict[str, piper.Plan]):
             *(r for r, _ in program.state),
             *(r for r, _ in program.data),
             *program.weights,
+            *(r for _, r in program.tangents),
         }
         assert not program.results() & program.sources()
 
@@ -208,6 +209,7 @@ def test_program_text_tells_any_difference(plans: dict[str, piper.Plan]):
         "state": program.state[:-1],
         "data": (),
         "weights": ("other",),
+        "tangents": ((0, "other"),),
         "loss": "other",
         "outputs": ((0, "other"),),
         "grads": program.grads[:-1],

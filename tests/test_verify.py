@@ -1,0 +1,570 @@
+"""The verifier: every real plan passes, every mutation is refused by the check it is meant for.
+
+Deadlock is decided in two ways here: by `verify`, from the cycle of the happens-before graph, and
+by `run`, which plays the programs instruction by instruction until nobody can go on.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import piper_dynamo as piper
+from piper_dynamo.errors import PiperError, PiperPlanError
+from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.verify import verify
+from piper_dynamo.lowering.simulate import Costs, simulate
+from piper_dynamo.planning import Plan
+from tests import jobs
+from tests.jobs import LINE2, LINE4, LOOP2, V2
+from tests.models import NormNet, Stack4, TiedLM, rows
+
+Programs = list[RankProgram]
+SCHEDULES = {
+    "gpipe": LINE4,
+    "one_f_one_b": LINE4,
+    "zb_h1": LINE4,
+    "interleaved_1f1b": LOOP2,
+    "zbv": V2,
+}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    model, batch = Stack4(4, skip="all"), rows(8)
+    found = {
+        name: piper.plan(model, jobs.strategy(placement, 4, name), batch)
+        for name, placement in SCHEDULES.items()
+    }
+    found["two"] = piper.plan(Stack4(2), jobs.strategy(LINE2, 4, "one_f_one_b"), rows(8))
+    found["tied"] = piper.plan(TiedLM(), jobs.strategy(LINE2, 4, "gpipe"), TiedLM.batch())
+    found["buffers"] = piper.plan(NormNet(), jobs.strategy(LINE2, 4, "gpipe"), rows(8))
+    return found
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "two", "tied", "buffers"])
+def test_real_plans_are_safe(plans: dict[str, Plan], name: str):
+    plans[name].verify()
+    assert run(plans[name].programs) == []
+
+
+def refused(programs: Programs) -> str:
+    with pytest.raises(PiperPlanError) as caught:
+        verify(programs)
+    return str(caught.value)
+
+
+def edit(plan: Plan, rank: int, change: Callable[[list[Instr]], None]) -> Programs:
+    """The plan's programs with one rank's instructions changed."""
+    programs = list(plan.programs)
+    instrs = list(programs[rank].instrs)
+    change(instrs)
+    programs[rank] = replace(programs[rank], instrs=tuple(instrs))
+    return programs
+
+
+def nth(instrs: list[Instr], op: Op, count: int = 0, peer: int | None = None) -> int:
+    """Where the instruction `count` of this kind is."""
+    found = [k for k, i in enumerate(instrs) if i.op is op and (peer is None or i.peer == peer)]
+    return found[count]
+
+
+def drop(op: Op, count: int = 0) -> Callable[[list[Instr]], None]:
+    def change(instrs: list[Instr]) -> None:
+        del instrs[nth(instrs, op, count)]
+
+    return change
+
+
+def swap(op: Op, first: int = 0, second: int = 1) -> Callable[[list[Instr]], None]:
+    def change(instrs: list[Instr]) -> None:
+        a, b = nth(instrs, op, first), nth(instrs, op, second)
+        instrs[a], instrs[b] = instrs[b], instrs[a]
+
+    return change
+
+
+def vary(op: Op, count: int, **fields: object) -> Callable[[list[Instr]], None]:
+    def change(instrs: list[Instr]) -> None:
+        at = nth(instrs, op, count)
+        instrs[at] = replace(instrs[at], **fields)  # type: ignore[arg-type]
+
+    return change
+
+
+def test_two_sends_swapped(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 1, swap(Op.SEND)))
+    assert (
+        "channel rank 1 -> rank 0: send has messages [1, 0, 2, 3, 4], expected 0-4 in order" in text
+    )
+
+
+def test_two_sends_swapped_and_renumbered(plans: dict[str, Plan]):
+    """The right numbers on the wrong values."""
+
+    def change(instrs: list[Instr]) -> None:
+        a, b = nth(instrs, Op.SEND), nth(instrs, Op.SEND, 1)
+        one, other = instrs[a], instrs[b]
+        instrs[a] = replace(one, task=other.task, inputs=other.inputs)
+        instrs[b] = replace(other, task=one.task, inputs=one.inputs)
+
+    text = refused(edit(plans["two"], 1, change))
+    assert "message 0 from rank 1 to rank 0 differs: sent B.PP1.MB1" in text
+    assert "expected B.PP1.MB0" in text
+    assert "is read before it is written" in text
+
+
+def test_a_send_dropped(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 0, drop(Op.SEND, 1)))
+    assert "channel rank 0 -> rank 1: send has messages [0, 2, 3], expected 0-2 in order" in text
+
+
+def test_the_last_send_dropped(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 0, drop(Op.SEND, -1)))
+    assert "channel rank 0 -> rank 1: post has messages [0, 1, 2, 3], expected 0-2 in order" in text
+
+
+def test_a_wait_dropped(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 1, drop(Op.WAIT, 2)))
+    assert (
+        "channel rank 0 -> rank 1: wait has messages [0, 1, 3], expected each of 0-3 once" in text
+    )
+    assert "is read before it is written" in text
+
+
+def test_a_drain_dropped(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 0, drop(Op.DRAIN, 1)))
+    assert (
+        "channel rank 0 -> rank 1: drain has messages [0, 2, 3], expected each of 0-3 once" in text
+    )
+
+
+def test_a_post_dropped(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 0, drop(Op.POST, 0)))
+    assert "channel rank 1 -> rank 0: post has messages [1, 2, 3, 4], expected 0-4 in order" in text
+
+
+def test_posts_out_of_order(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 0, swap(Op.POST)))
+    assert (
+        "channel rank 1 -> rank 0: post has messages [1, 0, 2, 3, 4], expected 0-4 in order" in text
+    )
+
+
+def test_a_message_waited_for_twice(plans: dict[str, Plan]):
+    def change(instrs: list[Instr]) -> None:
+        at = nth(instrs, Op.WAIT)
+        instrs.insert(at, replace(instrs[at], outputs=("twice",)))
+
+    text = refused(edit(plans["two"], 1, change))
+    assert "wait has messages [0, 0, 1, 2, 3], expected each of 0-3 once" in text
+
+
+@pytest.mark.parametrize("end", [Op.SEND, Op.POST])
+@pytest.mark.parametrize("part", ["shape", "dtype"])
+def test_a_message_of_another_form(plans: dict[str, Plan], end: Op, part: str):
+    def change(instrs: list[Instr]) -> None:
+        at = nth(instrs, end, 1)
+        spec = instrs[at].spec
+        assert spec is not None
+        other = {"shape": (4, 2), "dtype": torch.float16}[part]
+        instrs[at] = replace(instrs[at], spec=replace(spec, **{part: other}))
+
+    rank = 0 if end is Op.SEND else 1
+    text = refused(edit(plans["two"], rank, change))
+    assert "message 1 from rank 0 to rank 1 differs: sent F.PP0.MB1" in text
+    assert {"shape": "float64[4, 2]", "dtype": "float16[2, 4]"}[part] in text
+
+
+def test_a_message_to_nobody(plans: dict[str, Plan]):
+    for peer in (0, 2):
+        text = refused(edit(plans["two"], 0, vary(Op.SEND, 0, peer=peer)))
+        assert f"rank {peer} cannot be its peer" in text
+
+
+def test_a_read_after_the_free(plans: dict[str, Plan]):
+    def change(instrs: list[Instr]) -> None:
+        """The bundle of the first microbatch dies before its backward."""
+        at = next(k for k, i in enumerate(instrs) if i.bundle_in)
+        instrs.insert(at, Instr(op=Op.FREE, inputs=(instrs[at].bundle_in,)))
+
+    text = refused(edit(plans["two"], 0, change))
+    assert re.search(r"rank 0 #\d+ run B\.PP0\.MB0 \[.*models\.py:\d+\]: 'bundle_PP0_MB0' is", text)
+    assert "is read before it is written, or after its free" in text
+
+
+def test_a_sent_value_freed_before_it_has_left(plans: dict[str, Plan]):
+    def change(instrs: list[Instr]) -> None:
+        at = nth(instrs, Op.SEND)
+        value = instrs[at].inputs[0]
+        (freed,) = [k for k, i in enumerate(instrs) if i.op is Op.FREE and value in i.inputs]
+        instrs.insert(at + 1, instrs.pop(freed))
+
+    text = refused(edit(plans["two"], 0, change))
+    assert re.search(r"#\d+ drain F\.PP0\.MB0 .*: '\w+' is read before it is written, or", text)
+
+
+def test_a_free_of_nothing(plans: dict[str, Plan]):
+    text = refused(
+        edit(plans["two"], 0, lambda instrs: instrs.append(instrs[nth(instrs, Op.FREE)]))
+    )
+    assert "free" in text
+    assert "or after its free" in text
+
+
+def test_a_register_written_twice(plans: dict[str, Plan]):
+    def change(instrs: list[Instr]) -> None:
+        a, b = nth(instrs, Op.SLICE), nth(instrs, Op.SLICE, 1)
+        instrs[b] = replace(instrs[b], outputs=instrs[a].outputs)
+
+    text = refused(edit(plans["two"], 0, change))
+    assert "'x_MB0' is written twice" in text
+
+
+def test_an_input_overwritten(plans: dict[str, Plan]):
+    text = refused(edit(plans["two"], 0, vary(Op.SLICE, 0, outputs=("w_0",))))
+    assert "'w_0' is written twice" in text
+
+
+def test_a_gradient_never_written(plans: dict[str, Plan]):
+    def change(instrs: list[Instr]) -> None:
+        instrs[:] = [i for i in instrs if i.op is not Op.ACCUMULATE or "grad_w_1" not in i.outputs]
+
+    assert "rank 0: results never written: grad_w_1" in refused(edit(plans["two"], 0, change))
+
+
+def test_a_result_freed(plans: dict[str, Plan]):
+    text = refused(
+        edit(plans["two"], 1, lambda instrs: instrs.append(Instr(op=Op.FREE, inputs=("loss",))))
+    )
+    assert "rank 1: results never written: loss" in text
+
+
+def test_a_microbatch_left_out_of_a_gradient(plans: dict[str, Plan]):
+    """Each gradient contribution is added exactly once."""
+    text = refused(edit(plans["two"], 0, drop(Op.ACCUMULATE, 2)))
+    assert "B.PP0.MB1" in text
+
+
+def test_a_microbatch_added_twice_to_a_gradient(plans: dict[str, Plan]):
+    def change(instrs: list[Instr]) -> None:
+        at = nth(instrs, Op.ACCUMULATE, 2)
+        instrs.insert(at, instrs[at])
+
+    assert "B.PP0.MB1" in refused(edit(plans["two"], 0, change))
+
+
+def test_a_message_received_into_nothing(plans: dict[str, Plan]):
+    """The received gradient is thrown away, and the loss's is used twice."""
+
+    def change(instrs: list[Instr]) -> None:
+        at = next(k for k, i in enumerate(instrs) if i.task == "B.PP0.MB1" and i.op is Op.RUN)
+        earlier = next(i for i in instrs if i.task == "B.PP0.MB0" and i.op is Op.RUN)
+        instrs[at] = replace(instrs[at], inputs=(*instrs[at].inputs[:-1], earlier.inputs[-1]))
+
+    assert "is read before it is written, or after its free" in refused(
+        edit(plans["two"], 0, change)
+    )
+
+
+def test_all_faults_at_once(plans: dict[str, Plan]):
+    def change(instrs: list[Instr]) -> None:
+        drop(Op.DRAIN)(instrs)
+        vary(Op.SLICE, 0, outputs=("w_0",))(instrs)
+        instrs.append(Instr(op=Op.FREE, inputs=("grad_w_1",)))
+
+    text = refused(edit(plans["two"], 0, change))
+    for part in ("the plan is unsafe", "written twice", "drain has", "never written: grad_w_1"):
+        assert part in text
+
+
+def test_a_cycle_names_both_ranks_and_the_users_lines(plans: dict[str, Plan]):
+    """Rank 0 waits for the first gradient before it sends what rank 1 needs for it."""
+
+    def change(instrs: list[Instr]) -> None:
+        wait = nth(instrs, Op.WAIT)
+        sends = [i for i in instrs[:wait] if i.op is Op.SEND]
+        rest = [i for i in instrs[:wait] if i.op is not Op.SEND]
+        instrs[: wait + 1] = [*rest, instrs[wait], *sends]
+
+    programs = edit(plans["two"], 0, change)
+    text = refused(programs)
+    title, *lines = text.splitlines()
+    assert title == "the plan deadlocks: rank 0, rank 1 wait for one another"
+    arrows = [line for line in lines if " waits for " in line]
+    assert len(arrows) >= 4
+    # Frees and slices are nobody's line.
+    point = r"rank [01] #\d+ ((free|slice) \S+|\w+ \S+ \[[^ ]*models\.py:\d+\])"
+    assert all(re.search(rf"{point}  waits for  {point}$", line) for line in arrows)
+    assert re.fullmatch(r" +hint +change the order of one of these tasks", lines[-1])
+    assert run(programs) == [0, 1]
+
+
+def run(programs: Programs | tuple[RankProgram, ...]) -> list[int]:
+    """Play the programs: sends and posts are at once, waits and drains need both ends issued.
+
+    Returns:
+        The ranks that cannot go on; none where all end.
+    """
+    position = [0] * len(programs)
+    sent: set[tuple[int, int, int]] = set()
+    posted: set[tuple[int, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for program in programs:
+            while position[program.rank] < len(program.instrs):
+                instr = program.instrs[position[program.rank]]
+                out = (program.rank, instr.peer, instr.message)
+                into = (instr.peer, program.rank, instr.message)
+                if instr.op is Op.SEND:
+                    sent.add(out)
+                elif instr.op is Op.POST:
+                    posted.add(into)
+                elif instr.op is Op.WAIT and instr.peer >= 0:
+                    if not _arrived(into, sent, posted):
+                        break
+                elif instr.op is Op.DRAIN and not _arrived(out, sent, posted):
+                    break
+                position[program.rank] += 1
+                moved = True
+    return [p.rank for p in programs if position[p.rank] < len(p.instrs)]
+
+
+def _arrived(
+    message: tuple[int, int, int],
+    sent: set[tuple[int, int, int]],
+    posted: set[tuple[int, int, int]],
+) -> bool:
+    """A message ends after both its ends are issued, and after those before it in its channel."""
+    source, target, number = message
+    return all((source, target, k) in sent & posted for k in range(number + 1))
+
+
+def shuffled(program: RankProgram, draw: Callable[[int], int]) -> RankProgram:
+    """Other host orders of the same program: registers and the order in each channel are kept.
+
+    Drawn by taking, again and again, one of the instructions whose predecessors have been taken:
+    who writes what it reads, who reads what it overwrites or frees, the send or post before it in
+    its channel, and for a drain its send.
+    """
+    after: list[set[int]] = [set() for _ in program.instrs]
+    users: dict[str, list[int]] = {}
+    writers: dict[str, list[int]] = {}
+    last: dict[tuple[Op, int], int] = {}
+    for index, instr in enumerate(program.instrs):
+        ends = {*instr.writes(), instr.bundle_in, *(instr.inputs if instr.op is Op.FREE else ())}
+        for reg in {*instr.reads(), *instr.writes()} - {"_"}:
+            before = users if reg in ends else writers
+            after[index] |= set(before.setdefault(reg, []))
+            users.setdefault(reg, []).append(index)
+            if reg in ends:
+                writers.setdefault(reg, []).append(index)
+        if instr.peer >= 0 and instr.op in (Op.SEND, Op.POST):
+            key = (instr.op, instr.peer)
+            if key in last:
+                after[index].add(last[key])
+            last[key] = index
+        if instr.op is Op.DRAIN:
+            after[index] |= {
+                k
+                for k, i in enumerate(program.instrs[:index])
+                if i.op is Op.SEND and (i.peer, i.message) == (instr.peer, instr.message)
+            }
+    taken: list[int] = []
+    left = list(range(len(program.instrs)))
+    while left:
+        done = set(taken)
+        ready = [k for k in left if after[k] <= done]
+        one = ready[draw(len(ready))]
+        taken.append(one)
+        left.remove(one)
+    return replace(program, instrs=tuple(program.instrs[k] for k in taken))
+
+
+@settings(max_examples=max(60, settings.default.max_examples))
+@given(st.sampled_from(["two", "gpipe", "zbv"]), st.data())
+def test_verify_finds_exactly_the_deadlocks(plans: dict[str, Plan], name: str, data: st.DataObject):
+    """Random host orders: what the graph says is what happens."""
+    plan = plans[name]
+    random = data.draw(st.randoms(use_true_random=False))
+    steady = data.draw(st.sampled_from([0.0, 0.5, 0.9, 0.99]))  # 1: the order as it is
+
+    def draw(count: int) -> int:
+        return 0 if random.random() < steady else random.randrange(count)
+
+    programs = [shuffled(program, draw) for program in plan.programs]
+    stuck = run(programs)
+    if stuck:
+        text = refused(programs)
+        assert text.startswith("the plan deadlocks: ")
+        named = {int(r) for r in re.findall(r"\d+", text.splitlines()[0])}
+        assert named <= set(stuck)
+        assert len(named) >= 1
+    else:
+        verify(programs)
+        simulate(programs, Costs(), plan.halves)
+
+
+@given(st.data())
+def test_simulation_and_proof_agree_on_orders(data: st.DataObject):
+    """Two ranks, random orders of forwards and backwards: refused iff the tasks cannot be run.
+
+    Plans that deadlock are refused by the order pass, before there are programs, so the reference
+    here plays the tasks themselves.
+    """
+    count = 3
+    chains = []
+    for stage in range(2):
+        tasks = [("F", stage, mb) for mb in range(count)] + [
+            ("B", stage, mb) for mb in range(count)
+        ]
+        chains.append(list(data.draw(st.permutations(tasks))))
+    orders = [
+        piper.Order([{"PASS": which, "PP": stage, "MB": mb} for which, stage, mb in chain])
+        for chain in chains
+    ]
+    strategy = piper.Strategy(piper.Split({}, num_microbatches=count), *jobs.places(LINE2), *orders)
+    if can_run(chains):
+        plan = piper.plan(MODEL, strategy, rows(6))
+        ran = [[i.task for i in program.instrs if i.op is Op.RUN] for program in plan.programs]
+        assert ran == [[f"{w}.PP{s}.MB{m}" for w, s, m in chain] for chain in chains]
+        plan.verify()
+        assert plan.simulate().makespan > 0
+    else:
+        with pytest.raises(PiperPlanError, match="cycle"):
+            piper.plan(MODEL, strategy, rows(6))
+
+
+MODEL = Stack4(2)
+
+
+def can_run(chains: list[list[tuple[str, int, int]]]) -> bool:
+    done: set[tuple[str, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for chain in chains:
+            left = [task for task in chain if task not in done]
+            if left and needs(left[0]) <= done:
+                done.add(left[0])
+                moved = True
+    return len(done) == sum(map(len, chains))
+
+
+def needs(task: tuple[str, int, int]) -> set[tuple[str, int, int]]:
+    which, stage, mb = task
+    if which == "F":
+        return {("F", 0, mb)} if stage else set()
+    return {("F", stage, mb)} | (set() if stage else {("B", 1, mb)})
+
+
+def collective(
+    rank: int, number: int, group: tuple[int, ...], op: Op = Op.ALL_REDUCE
+) -> list[Instr]:
+    """One collective and its wait, of the register `w`."""
+    spec = TensorSpec(shape=(4,), dtype=torch.float16, stride=(1,))
+    start = Instr(
+        op=op, task=f"c{number}", inputs=("w",), outputs=(f"h{number}",), group=group, spec=spec
+    )
+    wait = Instr(op=Op.WAIT, task=f"c{number}", inputs=(f"h{number}",), outputs=(f"r{number}",))
+    return [start, wait]
+
+
+def by_hand(*ranks: list[Instr]) -> Programs:
+    return [
+        RankProgram(
+            rank=rank,
+            world_size=len(ranks),
+            instrs=tuple(instrs),
+            state=(("w", 0),),
+            data=(),
+            weights=(),
+            tangents=(),
+            loss="",
+            outputs=(),
+            grads=(),
+            buffers=(),
+            chunks=(),
+        )
+        for rank, instrs in enumerate(ranks)
+    ]
+
+
+def test_collectives_in_one_order_are_safe():
+    both = (0, 1)
+    ranks = [[*collective(r, 0, both), *collective(r, 1, both)] for r in both]
+    verify(by_hand(*ranks))
+    simulate(by_hand(*ranks), Costs(), {})
+
+
+def test_collectives_in_two_orders_are_refused():
+    both = (0, 1)
+    one = [*collective(0, 0, both), *collective(0, 1, both)]
+    other = [*collective(1, 1, both), *collective(1, 0, both)]
+    text = refused(by_hand(one, other))
+    assert (
+        "group (0, 1): collective 0 differs between rank 0 (all_reduce c0) "
+        "and rank 1 (all_reduce c1)" in text
+    )
+
+
+def test_a_collective_that_a_member_leaves_out_is_refused():
+    both = (0, 1)
+    text = refused(
+        by_hand([*collective(0, 0, both), *collective(0, 1, both)], collective(1, 0, both))
+    )
+    assert "collective 1 differs between rank 0 (all_reduce c1) and rank 1 (none left)" in text
+
+
+@pytest.mark.parametrize("part", ["op", "shape"])
+def test_unlike_collectives_are_refused(part: str):
+    both = (0, 1)
+    start, wait = collective(1, 0, both, Op.ALL_GATHER if part == "op" else Op.ALL_REDUCE)
+    if part == "shape":
+        assert start.spec is not None
+        start = replace(start, spec=replace(start.spec, shape=(5,)))
+    assert "collective 0 differs" in refused(by_hand(collective(0, 0, both), [start, wait]))
+
+
+def test_a_collective_of_others_is_refused():
+    text = refused(
+        by_hand(collective(0, 0, (0, 1)), collective(1, 0, (0, 1)), collective(2, 0, (0, 1)))
+    )
+    assert "rank 2 #0 all_reduce c0: is not in its group (0, 1)" in text
+
+
+def test_collectives_of_two_groups_that_cross_deadlock():
+    """Rank 0 waits for the one of (0, 1) first, rank 1 for the one of (1, 2), rank 2 of (0, 2)."""
+    a, b, c = (0, 1), (1, 2), (0, 2)
+    ranks = [
+        [*collective(0, 0, a), *collective(0, 2, c)],
+        [*collective(1, 1, b), *collective(1, 0, a)],
+        [*collective(2, 2, c), *collective(2, 1, b)],
+    ]
+    text = refused(by_hand(*ranks))
+    assert text.startswith("the plan deadlocks: rank 0, rank 1, rank 2 wait for one another")
+    with pytest.raises(PiperError, match="deadlocks in simulation"):
+        simulate(by_hand(*ranks), Costs(), {})
+    ranks[0] = [*collective(0, 2, c), *collective(0, 0, a)]
+    verify(by_hand(*ranks))
+    simulate(by_hand(*ranks), Costs(), {})
+
+
+def test_a_collective_and_a_message_that_cross_deadlock():
+    spec = TensorSpec(shape=(4,), dtype=torch.float16, stride=(1,))
+    send = Instr(op=Op.SEND, task="m", inputs=("w",), peer=1, message=0, spec=spec)
+    drain = replace(send, op=Op.DRAIN)
+    post = Instr(op=Op.POST, task="m", outputs=("h",), peer=0, message=0, spec=spec)
+    wait = Instr(op=Op.WAIT, task="m", inputs=("h",), outputs=("x",), peer=0, message=0)
+    both = (0, 1)
+    crossing = by_hand(
+        [*collective(0, 0, both), send, drain], [post, wait, *collective(1, 0, both)]
+    )
+    assert refused(crossing).startswith("the plan deadlocks: rank 0, rank 1 wait")
+    verify(by_hand([send, *collective(0, 0, both), drain], [post, wait, *collective(1, 0, both)]))
