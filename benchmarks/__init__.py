@@ -1,0 +1,1 @@
+"""Benchmarks beside peers; each prints its machine and its figures."""

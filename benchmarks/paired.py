@@ -1,8 +1,8 @@
 """The protocol of every benchmark here: two variants measured in turn, compared pair by pair.
 
-Machines drift by ten per cent and more, so absolute times mean little. Variants run A B B A A B B A ...; each pair gives a
-ratio A/B; the median ratio is reported with a bootstrap interval. A bar counts as held when the interval's far end is within
-3 % of it.
+Machines drift by ten per cent and more, so absolute times mean little. Variants run A B B A A B
+B A ...; each pair gives a ratio A/B; the median ratio is reported with a bootstrap interval. A bar
+counts as held when the interval's far end is within 3 % of it.
 """
 
 import platform

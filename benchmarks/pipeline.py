@@ -1,4 +1,4 @@
-"""Step time beside `torch.distributed.pipelining`: the same model, data, dtype, optimizer and threads, in the same run.
+"""Step time beside `torch.distributed.pipelining`: same model, data, optimizer, threads and run.
 
 python benchmarks/pipeline.py [--schedules one_f_one_b,gpipe] [--compile aten] [--pairs 15]
 """
@@ -34,7 +34,7 @@ TORCH = {
 
 
 class Stage(nn.Module):
-    """The layers of one pipeline stage, as torch's pipelining wants them: tensors in, one tensor out."""
+    """The layers of one pipeline stage, as torch's pipelining wants them."""
 
     def __init__(self, model: Llama, stage: int, stages: int) -> None:
         super().__init__()

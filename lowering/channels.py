@@ -1,8 +1,8 @@
 """Channels: when to post receives and when a send has surely left.
 
-Terms: *look-ahead* is how many messages of a channel are posted before they are needed; a send
-    is *implied done* once a
-later message from the same peer, sent after that peer had waited for it, has arrived.
+Terms: *look-ahead* is how many messages of a channel are posted before they are needed; a send is
+*implied done* once a later message from the same peer, sent after that peer had waited for it, has
+arrived.
 
 Signature: drafts with sends and waits -> drafts with numbered messages, posts and drains.
 """

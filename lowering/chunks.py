@@ -11,12 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import fx
-
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError
-from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.chunk import Chunk, copied, runnable
 from piper_dynamo.ir.spec import TensorSpec
 
 log = logging.getLogger("piper.chunks")
@@ -47,19 +44,11 @@ def compile_chunks(
     return {name: _compiled[mode, chunk.key] for name, chunk in chunks.items()}
 
 
-def _copy(chunk: Chunk) -> fx.Graph:
-    graph = fx.Graph()
-    output = graph.graph_copy(chunk.graph, {})
-    graph.output(output)
-    return graph
-
-
 def _aten(chunk: Chunk) -> ChunkFn:
     """Python code that calls the operators in order and drops each value after its last use."""
-    graph = _copy(chunk)
+    graph = copied(chunk.graph)
     graph.set_codegen(compat.boxed_codegen())
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    return module.forward
+    return runnable(graph).forward
 
 
 def _inductor(chunk: Chunk) -> ChunkFn:
@@ -67,9 +56,7 @@ def _inductor(chunk: Chunk) -> ChunkFn:
     folder = os.environ.get("PIPER_CACHE_DIR")
     if folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
-    run = compat.compile_with_inductor(
-        fx.GraphModule(torch.nn.Module(), _copy(chunk)), chunk.inputs
-    )
+    run = compat.compile_with_inductor(runnable(copied(chunk.graph)), chunk.inputs)
     expected = [
         (spec.shape, spec.stride, spec.dtype) if spec is not None else None for spec in chunk.inputs
     ]

@@ -1,12 +1,11 @@
 """Lower: from the placed DAG and a task order to one instruction list per rank.
 
-Terms: *early* nodes (sends, accumulation, joins of local values) run as soon as their inputs
-    exist; *late* nodes are those
-that need a value of another rank but are no compute task (the loss on other ranks, the sum of a
-tied gradient): they run last.
+Terms: *early* nodes (sends, accumulation, joins of local values) run as soon as their inputs exist;
+*late* nodes are those that need a value of another rank but are no compute task (the loss on other
+ranks, the sum of a tied gradient): they run last.
 
 Signature: DAG + order -> rank programs without posts, drains and frees, which `channels.py` and
-    `memory.py` add.
+`memory.py` add.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Memory: when each register dies, and the peak that follows.
 
-Terms: a *block* is one allocation; views, bundles and registers share blocks and a block lives
-    as long as any of them.
+Terms: a *block* is one allocation; views, bundles and registers share blocks and a block lives as
+long as any of them.
 
 Signature: draft -> draft with frees; program -> its peak bytes.
 """

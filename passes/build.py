@@ -1,7 +1,7 @@
 """Build the one-microbatch DAG from the partitioned regions.
 
 Signature: regions' chunks -> DAG with one F and one B task per region, connected by the model's
-    true dataflow.
+true dataflow.
 """
 
 from torch import fx

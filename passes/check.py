@@ -91,6 +91,8 @@ def _run_capture(
         for node in capture.graph.nodes:
             if node.op == "placeholder":
                 values[node] = _microbatch(node, position_of, carried, dims, part, parts)
+            elif node.op == "get_attr":
+                values[node] = node.meta["constant"]
             elif node.op == "call_function":
                 args = fx.node.map_arg(node.args, values.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)

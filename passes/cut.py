@@ -1,14 +1,12 @@
 """Cutting: one joint graph per region.
 
 Terms: a *border value* is a value made in one region and used in another (an activation in the
-    forward, a gradient in
-the backward); a *slot* is a border value's name as seen by a region; free nodes are copied into
-every region using them.
+forward, a gradient in the backward); a *slot* is a border value's name as seen by a region; free
+nodes are copied into every region using them.
 
-Signature: joint graph + regions -> for each region a joint graph of its own, whose placeholders
-    are `primals_*`
-(parameters, buffers, data, other regions' forward values) then `tangents_*` (other regions'
-backward values, the loss's tangent).
+Signature: joint graph + regions -> for each region a joint graph of its own, whose placeholders are
+`primals_*` (parameters, buffers, data, other regions' forward values) then `tangents_*` (other
+regions' backward values, the loss's tangent).
 """
 
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from torch.fx.node import Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper_dynamo.ir.alias import drop_dead, root
+from piper_dynamo.ir.chunk import runnable
 from piper_dynamo.ir.joint import Capture
 from piper_dynamo.ir.spec import TensorSpec, contiguous_stride
 from piper_dynamo.ir.task import RegionId
@@ -60,6 +59,7 @@ def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
     keeps:     values; meta of every node
     """
     _make_borders_contiguous(capture, regions)
+    _own_partials(capture, regions)
     members: dict[RegionId, list[Node]] = {region: [] for region in regions.order}
     for node in capture.graph.nodes:
         if node in regions.of:
@@ -109,6 +109,26 @@ def _make_borders_contiguous(capture: Capture, regions: Regions) -> None:
         for user in list(node.users):
             if user is not copy and regions.of.get(user, home) != home:
                 user.replace_input_with(node, copy)
+
+
+def _own_partials(capture: Capture, regions: Regions) -> None:
+    """A value that is two parameters' gradient, or a gradient and a border value, is copied.
+
+    Partial gradients are added up in place: each needs a node of its own.
+    """
+    taken: set[Node] = set()
+    for _, found in sorted(regions.partials.items()):
+        for region, node in found.items():
+            if node.op == "placeholder" or not (node in taken or _crosses(node, regions)):
+                taken.add(node)
+                continue
+            with capture.graph.inserting_after(node):
+                copy = capture.graph.call_function(torch.ops.aten.clone.default, (node,))
+            kept = ("custom", "stack_trace", "val")
+            copy.meta = {k: v for k, v in node.meta.items() if k in kept}
+            regions.of[copy] = region
+            regions.is_backward.add(copy)
+            found[region] = copy
 
 
 def _extract(
@@ -184,7 +204,7 @@ def _extract(
     )
     graph.output(tuple(outputs))
     if stale:
-        FakeTensorProp(fx.GraphModule(torch.nn.Module(), graph), capture.mode).propagate(
+        FakeTensorProp(runnable(graph), capture.mode).propagate(
             *[values[n].meta["val"] for n in (*primals, *tangents)]
         )
     drop_dead(graph)

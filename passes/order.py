@@ -1,7 +1,7 @@
 """Order: constraints on when tasks of one device group run.
 
-Terms: a *group* of an order is a set of tasks that run before the next group's; tasks inside
-    one group may interleave.
+Terms: a *group* of an order is a set of tasks that run before the next group's; tasks inside one
+group may interleave.
 
 Signature: placed DAG -> the same DAG with order edges beside it.
 """

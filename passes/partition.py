@@ -1,21 +1,20 @@
 """Partition: a region's joint graph becomes the chunks F and B, or F, BI and BW.
 
 Terms: a *bundle* is what one phase keeps for the next on the same rank: it is sized, and never
-    sent.
+sent.
 
-Signature: region joint -> chunks with input and output positions. Regions whose joints are
-    equal share one partition.
+Signature: region joint -> chunks with input and output positions. Regions whose joints are equal
+share one partition.
 """
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.ir.alias import drop_dead, is_random
-from piper_dynamo.ir.chunk import Chunk, make_chunk, structural_key
+from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable, structural_key
 from piper_dynamo.passes.cut import RegionGraph
 
 
@@ -119,17 +118,17 @@ class Partitioner:
         """Forward graph, backward graph, names of the saved values (forward nodes or primals)."""
         graph = region.graph
         if not region.backward:
-            return _copy(graph), None, []
+            return copied(graph), None, []
         for node in graph.nodes:
             _mark(node)
-        joint = fx.GraphModule(torch.nn.Module(), graph)
+        joint = runnable(graph)
         inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
         fw, bw = compat.min_cut_partition(joint, inputs, num_forward, self._mode)
         fw_outputs = fw.graph.find_nodes(op="output")[0].args[0]
         saved_nodes = list(fw_outputs[num_forward:])
         bw_inputs = list(bw.graph.find_nodes(op="placeholder"))
         saved = [n.name for n in saved_nodes]
-        forward, backward = fw.graph, _copy(bw.graph)
+        forward, backward = fw.graph, copied(bw.graph)
         # The partitioner's backward takes the saved values by position, then the tangents.
         by_name = {n.name: n for n in backward.find_nodes(op="placeholder")}
         for name, old in zip(saved, bw_inputs[: len(saved)], strict=True):
@@ -146,13 +145,6 @@ def _mark(node: Node) -> None:
         node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
     if "recompute" in node.meta:
         node.meta.setdefault("ac_graph_id", 0)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    output = new.graph_copy(graph, {})
-    new.output(output)
-    return new
 
 
 def _set_outputs(graph: fx.Graph, num_results: int, bundled: list[str]) -> None:

@@ -1,10 +1,9 @@
 """The runner: applies the passes in order; it alone verifies, times, dumps and logs.
 
 `PIPER_DUMP=folder` writes the DAG's text before the first pass and after each.
-`PIPER_VERIFY=0|1|2|3` sets what is checked between
-passes: nothing; structure (default); also that task names survive printing and parsing; also,
-    while the DAG can still run on
-one process, that it computes what the captured graph computes (see `check_values`).
+`PIPER_VERIFY=0|1|2|3` sets what is checked between passes: nothing; structure (default); also that
+task names survive printing and parsing; also, while the DAG can still run on one process, that it
+computes what the captured graph computes (see `check_values`).
 """
 
 import logging
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from torch.fx.node import Node
 
+from piper_dynamo.errors import PiperStrategyError
 from piper_dynamo.ir.graph import Dag, is_pick, print_dag, producer, task_of
 from piper_dynamo.ir.task import Kind, TaskName
 
@@ -41,7 +41,7 @@ def run_passes(
         passes: What to apply.
         check_values: Called after each pass at level 3 until tasks have devices.
     """
-    level = int(os.environ.get("PIPER_VERIFY", "1"))
+    level = verify_level()
     folder = os.environ.get("PIPER_DUMP")
     _dump(folder, 0, "captured", dag)
     for number, one in enumerate(passes, start=1):
@@ -65,6 +65,18 @@ def run_passes(
             check_names(dag, one.name)
         if level >= 3 and check_values is not None and not _placed(dag):
             check_values(dag)
+
+
+def verify_level() -> int:
+    """The level of `PIPER_VERIFY`.
+
+    Raises:
+        PiperStrategyError: It is not 0, 1, 2 or 3.
+    """
+    text = os.environ.get("PIPER_VERIFY", "1")
+    if text not in ("0", "1", "2", "3"):
+        raise PiperStrategyError(f"PIPER_VERIFY is {text!r}; set it to 0, 1, 2 or 3")
+    return int(text)
 
 
 def _dump(folder: str | None, number: int, name: str, dag: Dag) -> None:

@@ -1,7 +1,7 @@
 """Place: which ranks run each task.
 
-Terms: a *device group* is the tuple of ranks that run one task together; every group in one
-    step has the same size.
+Terms: a *device group* is the tuple of ranks that run one task together; every group in one step
+has the same size.
 
 Signature: DAG over the whole batch -> the same DAG, every task with its devices.
 """

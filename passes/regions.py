@@ -1,15 +1,14 @@
 """Regions: which part of the model each node of the joint graph belongs to.
 
-Terms: a *run* is a stretch of consecutive forward nodes with the same tags; a *region* is the
-    union of runs with the
-same tags, split into *visits* where the union would make a cycle (PP 0 -> 1 -> 0). A node is *free*
-when it is computed from parameters and constants alone: free nodes belong to no region and are
-recomputed wherever they are used. A *tail* is a backward node that carries a parameter's gradient
-back through free nodes (a transpose, a cast, the sum of two uses): it is linear, so each region
-keeps its own partial gradient instead of a sum across regions.
+Terms: a *run* is a stretch of consecutive forward nodes with the same tags; a *region* is the union
+of runs with the same tags, split into *visits* where the union would make a cycle (PP 0 -> 1 -> 0).
+A node is *free* when it is computed from parameters and constants alone: free nodes belong to no
+region and are recomputed wherever they are used. A *tail* is a backward node that carries a
+parameter's gradient back through free nodes (a transpose, a cast, the sum of two uses): it is
+linear, so each region keeps its own partial gradient instead of a sum across regions.
 
-Signature: joint graph -> region of every node that is not free, partial gradients per parameter
-    and region.
+Signature: joint graph -> region of every node that is not free, partial gradients per parameter and
+region.
 """
 
 from collections import defaultdict
@@ -64,13 +63,16 @@ def find_regions(capture: Capture) -> Regions:
     forward = [
         n for n in graph.nodes if n.op == "call_function" and n not in backward and n not in free
     ]
+    # What autograd made of forward values alone belongs to the operator whose backward it is.
+    made = [n for n in forward if n.meta.get("autograd_backward")]
+    forward = [n for n in forward if not n.meta.get("autograd_backward")]
     untagged = _adopt(forward, tags)
     of, order = _merge_runs(forward, tags)
     seq = _forward_by_seq(capture, backward)
     last = {region.tags: region for region in order}
     tails = _tails(capture, backward, free, seq)
     grad_nodes = _grad_nodes(capture)
-    _place_backward(graph, backward, tails, tags, seq, last, of, order)
+    _place_backward(graph, backward | set(made), tails, tags, seq, last, of, order)
     partials = _split_tails(capture, grad_nodes, tails, of, order)
     where: dict[RegionId, str] = {}
     for node in forward:
@@ -272,12 +274,27 @@ def _tails(
             continue
         if not (node in ends or node.users) or not all(user in tails for user in node.users):
             continue
-        of_free = seq.get(node.meta.get("seq_nr", -1)) in free
+        of_free = seq.get(node.meta.get("seq_nr", -1)) in free and _is_linear(node)
         if _is_accumulation(node) or of_free:
             carried = [i for i in node.all_input_nodes if i in backward]
             if _is_sum(node) or len(carried) == 1:
                 tails.add(node)
     return tails
+
+
+# Operators linear in any one of their tensor arguments: a custom Function's backward need not be.
+_LINEAR = frozenset(
+    (
+        *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"),
+        *("expand", "sum", "clone", "neg", "mul", "div", "mm", "bmm", "_to_copy", "getitem"),
+        *("slice_backward", "select_backward"),
+    )
+)
+
+
+def _is_linear(node: Node) -> bool:
+    name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
+    return name in _LINEAR
 
 
 def _is_sum(node: Node) -> bool:
@@ -326,6 +343,14 @@ def _place_backward(
         of[node] = min(candidates, key=rank.__getitem__) if candidates else order[-1]
 
 
+def _loss_region(
+    capture: Capture, of: dict[Node, RegionId], order: tuple[RegionId, ...]
+) -> RegionId:
+    names = {capture.outputs[index].node for index in capture.tangents}
+    found = [region for node, region in of.items() if node.name in names]
+    return found[0] if found else order[-1]
+
+
 def _split_tails(
     capture: Capture,
     grads: dict[int, Node],
@@ -339,6 +364,8 @@ def _split_tails(
     for node in [n for n in capture.graph.nodes if n in tails]:
         parts = [split.get(i) or {of[i]: i} for i in node.all_input_nodes if i in split or i in of]
         regions = sorted({r for part in parts for r in part}, key=rank.__getitem__)
+        if not regions:  # the gradient of a parameter that the loss reads with nothing between
+            regions = [_loss_region(capture, of, order)]
         if len(regions) == 1:
             of[node] = regions[0]
             split[node] = {regions[0]: node}

@@ -1,7 +1,7 @@
 """Tie: one gradient for a parameter that several device groups hold.
 
-Signature: placed DAG -> DAG in which each holder accumulates its own partial gradients, then
-    adds all holders' sums.
+Signature: placed DAG -> DAG in which each holder accumulates its own partial gradients, then adds
+all holders' sums.
 """
 
 from dataclasses import replace
@@ -31,9 +31,10 @@ class Tie:
         results = results_of(dag.graph)
         output = dag.graph.find_nodes(op="output")[0]
         grads = {}
+        readers = _readers(dag)
         for key, node in results["grads"].items():
             if task_of(node).kind is Kind.ACCUMULATE:
-                grads[key] = _tie(dag, node)
+                grads[key] = _tie(dag, node, readers.get(key, set()))
             else:
                 grads[key] = [node]
         output.args = ({**results, "grads": grads},)
@@ -48,14 +49,15 @@ def task_kind(node: Node) -> Kind | None:
     return task.kind if task is not None else None
 
 
-def _tie(dag: Dag, node: Node) -> list[Node]:
+def _tie(dag: Dag, node: Node, readers: set[tuple[int, ...]]) -> list[Node]:
+    """The gradient on every group that reads the parameter, whether it makes a part or not."""
     parts: dict[tuple[int, ...], list[Node]] = {}
     for partial in node.all_input_nodes:
         parts.setdefault(task_of(producer(partial)).devices, []).append(partial)
+    holders = sorted(set(parts) | readers)
     task = task_of(node)
-    if len(parts) == 1:
-        (devices,) = parts
-        node.meta["task"] = replace(task, devices=devices)
+    if len(holders) == 1:
+        node.meta["task"] = replace(task, devices=holders[0])
         return [node]
     spec = node.meta["spec"]
     with dag.graph.inserting_before(node):
@@ -70,7 +72,7 @@ def _tie(dag: Dag, node: Node) -> list[Node]:
             )
             for devices, found in sorted(parts.items())
         }
-        totals = [
+        return [
             call(
                 dag.graph,
                 Task(kind=Kind.SUM, label=task.label, devices=devices),
@@ -79,6 +81,14 @@ def _tie(dag: Dag, node: Node) -> list[Node]:
                 name=f"{node.name}_total_{devices[0]}",
                 spec=spec,
             )
-            for devices in sums
+            for devices in holders
         ]
-    return totals
+
+
+def _readers(dag: Dag) -> dict[str, set[tuple[int, ...]]]:
+    """The groups whose tasks read each argument, by its position as text."""
+    return {
+        str(node.meta["arg"]): {task_of(user).devices for user in node.users}
+        for node in dag.graph.find_nodes(op="placeholder")
+        if "arg" in node.meta
+    }

@@ -1,11 +1,7 @@
 """Piper: a torch.compile backend that runs an ordinary model as a distributed program.
 
-import piper_dynamo as piper
-
-with piper.annotate("PP", 0): ...                                     # tag regions of the model
-strategy = piper.Strategy(piper.Split({}, num_microbatches=8), ...)   # state what goes where, and
-in which order step = piper.compile(model, strategy, example_inputs=(tokens, targets))
-step(tokens, targets).backward()                                      # the ordinary loop
+Tag regions of the model with `piper.annotate("PP", 0)`, state what goes where and in which order in a
+`piper.Strategy`, and train what `piper.compile` returns in the ordinary loop. See README.md.
 """
 
 from piper_dynamo import schedules, strategies

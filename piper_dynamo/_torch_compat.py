@@ -3,7 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from torch._dynamo import assume_constant_result as _assume_constant_result
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import mark_dynamic as _mark_dynamic
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     TensorifyScalarRestartAnalysis,
@@ -24,7 +25,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
-    ConstraintViolationError,
     ShapeEnv,
 )
 from torch.utils.checkpoint import CheckpointPolicy
@@ -32,7 +32,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "BackendCompilerFailed",
     "CheckpointPolicy",
-    "ConstraintViolationError",
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
@@ -42,6 +41,8 @@ __all__ = [
     "annotate",
     "assume_constant_result",
     "aten_backend",
+    "attribute_stores",
+    "autocast_state",
     "boxed_codegen",
     "compile_with_inductor",
     "default_store",
@@ -50,9 +51,11 @@ __all__ = [
     "graph_break_of",
     "inductor_backend",
     "is_marked_dynamic",
+    "is_python_float",
     "is_tracing",
     "mark_dynamic",
     "min_cut_partition",
+    "no_autocast",
     "no_torch_function",
     "output_nodes",
     "parameter_names",
@@ -64,6 +67,7 @@ __all__ = [
     "trace_forward",
     "trace_joint",
     "unmark_dynamic",
+    "weakly_mark_dynamic",
 ]
 
 _marked: list[weakref.ref[torch.Tensor]] = []
@@ -137,9 +141,19 @@ def _flat_graph(gm: fx.GraphModule) -> fx.Graph:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(gm.graph, values)
+    for node in graph.find_nodes(op="get_attr"):
+        # Constants (torch.tensor([...]) in forward) travel with their node into every chunk.
+        node.meta["constant"] = getattr(gm, str(node.target))
     node = graph.output(output)
     node.meta.update(gm.graph.find_nodes(op="output")[0].meta)
     return graph
+
+
+def _backward_without_autocast() -> Any:
+    """Autocast is around the call, as in eager, and not around `loss.backward()`."""
+    if hasattr(functorch_config, "backward_pass_autocast"):
+        return functorch_config.patch(backward_pass_autocast="off")
+    return nullcontext()
 
 
 def trace_joint(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx.Graph:
@@ -153,7 +167,7 @@ def trace_joint(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> fx
         raise _Captured(joint)
 
     try:
-        with fake_tracing(mode), torch.enable_grad():
+        with fake_tracing(mode), torch.enable_grad(), _backward_without_autocast():
             aot_module_simplified(
                 gm, args, fw_compiler=_unused, bw_compiler=_unused, partition_fn=capture
             )
@@ -205,6 +219,7 @@ def unmark_dynamic() -> None:
     """Take back every `mark_dynamic`: guards ask only that later marks were traced."""
     names = (
         "_dynamo_dynamic_indices",
+        "_dynamo_weak_dynamic_indices",
         "_dynamo_dynamic_range",
         "_dynamo_hint_overrides",
         "_has_dynamo_dim_marking",
@@ -328,3 +343,53 @@ def fixed_size(size: Any) -> int | None:
         return size
     expression = size.node.expr  # int(size) would fix it
     return int(expression) if expression.is_number else None
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """No automatic casts inside."""
+    if not torch._C._is_any_autocast_enabled():
+        yield
+        return
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def autocast_state() -> str:
+    """What is cast automatically now, for a cache key."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return " ".join(f"{k}:{torch.get_autocast_dtype(k)}" for k in kinds)
+
+
+def weakly_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Make `dim` symbolic in the next trace, and let it be specialised."""
+    if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+        _marked.append(weakref.ref(tensor))
+    maybe_mark_dynamic(tensor, dim)
+
+
+def attribute_stores() -> list[str]:
+    """Tensors that the call being traced assigns to attributes of modules, e.g. `ema`."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found: list[str] = []
+    for owner, attributes in effects.store_attr_mutations.items():
+        if "NNModule" in type(owner).__name__:
+            found += [n for n, v in attributes.items() if "TensorVariable" in type(v).__name__]
+    for variable in effects.id_to_variable.values():
+        if "DictVariable" not in type(variable).__name__ or variable.source is None:
+            continue
+        name = source_name(variable.source)
+        if name.endswith(("._buffers", "._parameters")) and effects.is_modified(variable):
+            found.append(name.rpartition(".")[2])
+    return found
+
+
+def is_python_float(placeholder: fx.Node) -> bool:
+    """Whether a graph's tensor argument stands for a float of the caller's."""
+    grapharg = placeholder.meta.get("grapharg")
+    return bool(getattr(grapharg, "pass_arg_as_tensor", False))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from piper_dynamo.errors import PiperError
 from piper_dynamo.measure import recorder
 from piper_dynamo.planning import Plan
-from piper_dynamo.state import ANCHOR, Record, StepState, record_of
+from piper_dynamo.state import ANCHOR, StepState, record_of
 
 
 def module_of(step: Any) -> nn.Module:
@@ -38,18 +38,10 @@ def state_of(step: Any) -> StepState:
     for param in module.parameters():
         record = record_of(param)
         if record is not None:
-            _adopt_unused(module, record.owner)
             return record.owner
     raise PiperError(
         "this step has no state yet: call piper.prepare(step, *example_inputs) or run it once"
     )
-
-
-def _adopt_unused(module: nn.Module, state: StepState) -> None:
-    """Parameters that no program uses live on rank 0."""
-    for name, param in module.named_parameters():
-        if record_of(param) is None:
-            state.adopt(param, name, (0,))
 
 
 def named_parameters(step: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -58,7 +50,8 @@ def named_parameters(step: Any) -> Iterator[tuple[str, nn.Parameter]]:
     found = False
     for name, param in module_of(step).named_parameters():
         record = record_of(param)
-        if isinstance(record, Record) and record.held:
+        # What no program uses (yet) is rank 0's to train; the others keep it as it is.
+        if state.rank == 0 if record is None else record.held:
             found = True
             yield name, param
     if not found:
@@ -101,13 +94,15 @@ def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tenso
     Returns:
         The norm before scaling: 0-dim, float64, the same on every rank.
     """
+    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or norm_type <= 0:
+        raise PiperError(f"clip_grad_norm_(norm_type={norm_type!r}): give a number > 0 or infinity")
     state = state_of(step)
     held = [(p, record_of(p)) for _, p in named_parameters(step)]
     grads = [p.grad for p, _ in held if p.grad is not None and p.grad.numel()]
     counted = [
         p.grad
         for p, r in held
-        if p.grad is not None and p.grad.numel() and r is not None and r.holders[0] == state.rank
+        if p.grad is not None and p.grad.numel() and (r is None or r.holders[0] == state.rank)
     ]
     total = _global_norm(state, counted, norm_type)
     if grads and max_norm != float("inf"):

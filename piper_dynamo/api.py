@@ -1,15 +1,16 @@
 """Compile, prepare and plan: calls that look at a model without training it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.access import module_of
-from piper_dynamo.backend import piper
+from piper_dynamo.backend import graph_break, piper
 from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
 from piper_dynamo.options import Options
 from piper_dynamo.planning import Plan
@@ -39,10 +40,8 @@ def compile(
         PiperError: The model, the strategy or the inputs are refused.
     """
     step = _step(model, strategy, options)
-    if isinstance(example_inputs, Mapping):
-        prepare(step, **example_inputs)
-    else:
-        prepare(step, *example_inputs)
+    args, kwargs = _arguments(example_inputs)
+    prepare(step, *args, **kwargs)
     return step
 
 
@@ -86,19 +85,30 @@ def plan(
     Raises:
         PiperError: The model, the strategy or the inputs are refused, or the plan is unsafe.
     """
+    step = _step(model, strategy, options)
     ranks = [d for p in strategy.of(Place) for d in p.devices]
     world = world_size if world_size is not None else max(ranks, default=0) + 1
-    if isinstance(world, bool) or world < 1:
+    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise PiperPlanError(f"world_size is {world!r}; give a number of ranks >= 1")
-    step = _step(model, strategy, options)
     if any(p.is_meta for p in model.parameters()):
         example_inputs = tree_map(_to_meta, example_inputs)
-    named = isinstance(example_inputs, Mapping)
+    args, kwargs = _arguments(example_inputs)
     with session(world) as now:
-        _call(
-            step, now, () if named else tuple(example_inputs), dict(example_inputs) if named else {}
-        )
+        _call(step, now, args, kwargs)
+    if not now.plans:
+        raise PiperCaptureError("the model computes nothing on tensors: there is nothing to plan")
     return now.plans[-1]
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    raise PiperError(
+        f"example_inputs is a {type(example_inputs).__name__}; give a tuple of positional "
+        "inputs, e.g. (x, y), or a dict of keyword inputs"
+    )
 
 
 def _to_meta(value: Any) -> Any:
@@ -106,6 +116,8 @@ def _to_meta(value: Any) -> Any:
 
 
 def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
+    if not isinstance(strategy, Strategy):
+        raise PiperError(f"strategy is a {type(strategy).__name__}; give a piper.Strategy")
     chosen: dict[str, Any] = {**options, "strategy": strategy}
     Options.of(chosen)
     return torch.compile(model, backend=piper, fullgraph=True, options=chosen)
@@ -113,15 +125,34 @@ def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
 
 def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the step in a session, first to see the output's structure, then to plan."""
+    module = module_of(step)
+    for value in tree_leaves((args, kwargs)):
+        # Also of arguments that are used only for their size, which no graph input shows.
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > 1:
+            compat.weakly_mark_dynamic(value, 0)
     now.probe = True
-    output = _guarded(step, args, kwargs)
+    with _unchanged(module):
+        output = _guarded(step, args, kwargs)
     now.probe = False
     strategy = now.steps[-1].strategy if now.steps else None
     wanted = strategy.loss if strategy is not None else None
     now.paths = dict(output_paths(output))
     if wanted is not None:
         now.loss = loss_index(output, wanted)
-    _guarded(step, args, kwargs)
+    with _unchanged(module):
+        _guarded(step, args, kwargs)
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Looking at a model runs nothing: what its forward assigns to attributes is taken back."""
+    kept = [(held, dict(held)) for m in module.modules() for held in (m.__dict__, m._buffers)]
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            held.clear()
+            held.update(before)
 
 
 def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,15 +176,7 @@ def _dynamo_text(error: Exception) -> str:
         if places
         else "unknown line"
     )
-    return format_error(
-        "graph break: a strategy needs the whole call in one graph",
-        {"at": at.split(", in ")[0], "why": lines[0] if lines else type(error).__name__},
-        hint=(
-            "move the statement out of forward (prints, .item(), data-dependent ifs, "
-            "other libraries); "
-            "without a strategy, graph breaks work"
-        ),
-    )
+    return graph_break(at.split(", in ")[0], lines[0] if lines else type(error).__name__)
 
 
 def loss_index(output: Any, wanted: Any) -> int:

@@ -6,6 +6,7 @@ a `CompiledStep`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.capture import read_args
-from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.options import Options
 from piper_dynamo.planning import data_dims, refuse_unsupported, split_of
@@ -44,6 +45,7 @@ def piper(
     compat.raise_recompile_limit()
     _refuse_graph_break(gm)
     refuse_unsupported(chosen.strategy)
+    _refuse_stores()
     if chosen.strategy.regions:
         tag_by_path(gm, chosen.strategy.regions)
     args = read_args(gm, example_inputs)
@@ -56,9 +58,13 @@ def piper(
 
 
 def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
-    on_cuda = any(isinstance(i, torch.Tensor) and i.device.type == "cuda" for i in inputs)
-    mode = options.compile or ("inductor" if on_cuda else "aten")
-    if mode == "inductor":
+    plain = Options(compile=options.compile)
+    given = [f.name for f in fields(Options) if getattr(options, f.name) != getattr(plain, f.name)]
+    if given:
+        raise PiperStrategyError(
+            f"the options {', '.join(given)} mean something only with a strategy; leave them out"
+        )
+    if options.compile_for(inputs) == "inductor":
         return compat.inductor_backend()(gm, inputs)  # type: ignore[no-any-return]
     return compat.aten_backend()(gm, inputs)  # type: ignore[no-any-return]
 
@@ -68,17 +74,31 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
     if found is None:
         return
     reason, where = found
-    raise PiperCaptureError(
-        format_error(
-            "graph break: a strategy needs the whole call in one graph",
-            {"at": where, "why": reason.strip().splitlines()[0]},
-            hint=(
-                "move the statement out of forward (prints, .item(), data-dependent ifs, "
-                "other libraries); "
-                "without a strategy, graph breaks work"
-            ),
-        )
+    raise PiperCaptureError(graph_break(where, reason.strip().splitlines()[0]))
+
+
+def graph_break(where: str, why: str) -> str:
+    """That a call under a strategy cannot be one graph, where, and what to do."""
+    return format_error(
+        "graph break: a strategy needs the whole call in one graph",
+        {"at": where, "why": why},
+        hint=(
+            "move the statement out of forward (prints, .item(), data-dependent ifs, "
+            "other libraries); without a strategy, graph breaks work"
+        ),
     )
+
+
+def _refuse_stores() -> None:
+    stored = compat.attribute_stores()
+    if stored:
+        raise PiperCaptureError(
+            format_error(
+                "forward assigns a new tensor to an attribute of the module",
+                {"attributes": ", ".join(f"self.{name}" for name in stored)},
+                hint="update buffers in place, e.g. self.ema.copy_(...)",
+            )
+        )
 
 
 def baked_in(name: str, size: int, at: str) -> str:

@@ -1,7 +1,7 @@
 """From Dynamo's graph of a call to the joint graph of one microbatch.
 
 The joint graph is traced anew at the microbatch's sizes with fake tensors only, so nothing is
-computed and no state is touched. Dynamo's graph has symbols for the batch dims (see `batch.py`),
+computed and no state is touched. Dynamo's graph has symbols for the batch dims (see `backend.py`),
 which take the microbatch's sizes here.
 """
 
@@ -26,6 +26,14 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
     for position, (node, example) in enumerate(zip(_placeholders(gm.graph), examples, strict=True)):
         grapharg = node.meta.get("grapharg")
         source = grapharg.source if grapharg is not None else None
+        if isinstance(example, torch.Tensor) and compat.is_python_float(node):
+            raise PiperCaptureError(
+                format_error(
+                    "a float argument changes from call to call",
+                    {"argument": user_name(source, node.name)},
+                    hint="pass it as a 0-dim tensor; numbers are part of the program",
+                )
+            )
         if isinstance(example, torch.Tensor):
             is_state = isinstance(example, torch.nn.Parameter) or _is_module_state(source)
             kind = ArgKind.DATA
@@ -90,7 +98,7 @@ def trace(
         PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or
             has several possible losses.
     """
-    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv())
+    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     fakes = _fake_args(mode, args, numbers, batch_dims, num_microbatches)
     full = _fake_args(mode, args, numbers, {}, 1)
     results = _fake_run(gm, fakes, mode, args)
@@ -209,6 +217,14 @@ def _fake_args(
         if arg.spec is None:
             if arg.size_of is not None and arg.size_of[0] in shapes:
                 fakes[arg.position] = shapes[arg.size_of[0]][arg.size_of[1]]
+            elif arg.size_of is not None and num_microbatches > 1:
+                raise PiperCaptureError(
+                    format_error(
+                        f"the size of argument {arg.size_of[0]!r} is used, but not its values",
+                        {"dim": arg.size_of[1], "why": "it is not known whether it is sliced"},
+                        hint="take the size from an argument whose values the model uses",
+                    )
+                )
             else:
                 fakes[arg.position] = numbers[arg.position]
     return [fakes[arg.position] for arg in args]
@@ -442,4 +458,12 @@ def _input_index(desc: Any) -> int:
 def _batch_dim(spec: TensorSpec, at_full: Any) -> int | None:
     """The dim in which one microbatch's output is smaller than the whole batch's."""
     dims = [d for d, (a, b) in enumerate(zip(spec.shape, at_full.shape, strict=True)) if a != b]
+    if len(dims) > 1:
+        raise PiperCaptureError(
+            format_error(
+                "an output of the model grows with the batch in several dims",
+                {"shape": tuple(at_full.shape), "of one microbatch": spec.shape},
+                hint="microbatches cannot be joined to it: leave it out, or use one microbatch",
+            )
+        )
     return dims[0] if dims else None

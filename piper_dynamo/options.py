@@ -1,9 +1,11 @@
 """What `torch.compile(model, backend="piper", options={...})` takes."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+import torch
 
 from piper_dynamo.errors import PiperStrategyError, format_error
 from piper_dynamo.strategy import Strategy
@@ -39,12 +41,20 @@ class Options:
             raise PiperStrategyError(
                 f"option 'compile' is {self.compile!r}; choose one of {', '.join(COMPILE_MODES)}"
             )
-        if isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
+        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if not number or not self.timeout_s > 0:
             raise PiperStrategyError(f"option 'timeout_s' is {self.timeout_s!r}; give seconds > 0")
         if self.outputs not in ("owner", "everywhere"):
             raise PiperStrategyError(
                 f"option 'outputs' is {self.outputs!r}; choose 'owner' or 'everywhere'"
             )
+
+    def compile_for(self, inputs: Iterable[Any]) -> str:
+        """How chunks run on the device of these inputs."""
+        if self.compile is not None:
+            return self.compile
+        devices = {i.device.type for i in inputs if isinstance(i, torch.Tensor)}
+        return "inductor" if "cuda" in devices else "aten"
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "Options":

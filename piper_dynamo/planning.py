@@ -6,7 +6,7 @@ what was captured, and another strategy over the same model starts from it.
 
 import gc
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import Node
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
@@ -351,6 +352,8 @@ def make_plan(
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
     programs = lower_all(dag, world_size)
+    if callable(split.loss):
+        check_weight_inputs(split.loss, programs, template.capture.args)
     verify(programs)
     return Plan(
         strategy=strategy,
@@ -366,6 +369,28 @@ def make_plan(
             for region, p in template.partitions.items()
         },
     )
+
+
+def check_weight_inputs(
+    weigh: Callable[..., Any], programs: Sequence[RankProgram], args: Sequence[Arg]
+) -> None:
+    """A loss weight function runs where the loss is made: that rank must be given what it asks for.
+
+    Raises:
+        PiperPlanError: It asks for an argument that such a rank does not use, and so may not have.
+    """
+    wanted = compat.parameter_names(weigh)
+    for program in programs:
+        have = {args[position].name for _, position in program.data}
+        missing = [name for name in wanted if name not in have]
+        if program.weights and missing:
+            raise PiperPlanError(
+                format_error(
+                    "the loss weight function asks for what its rank is not given",
+                    {"rank": program.rank, "asks for": ", ".join(missing), "has": ", ".join(have)},
+                    hint="use the argument in the region that makes the loss, or weigh by another",
+                )
+            )
 
 
 def check_two_programs(dag: Dag, world_size: int) -> None:

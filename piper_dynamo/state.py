@@ -1,8 +1,7 @@
 """Parameters on a rank, held or absent; the hand-over of gradients to autograd.
 
-Terms: a parameter is *held* by the ranks whose regions use it; elsewhere it is *absent*: it
-    keeps its name, shape and
-dtype, costs four bytes, and raises when touched.
+Terms: a parameter is *held* by the ranks whose regions use it; elsewhere it is *absent*: it keeps
+its name, shape and dtype, costs four bytes, and raises when touched.
 
 State hangs on the Parameter objects themselves, so that training, evaluation and every shape of one
 model share it, and two models that share one compiled program do not.
@@ -140,7 +139,8 @@ class StepState:
         outstanding: Gradients not yet handed over, oldest first.
         comm: The communicator.
         last: The last plan that was run or prepared (for `explain`).
-        loss: Of a loss named by its path: the graph's number of outputs, its index and its name.
+        loss: Of a loss named by its path: the graph's number of outputs, and its index.
+        buffers: By identity, buffers that some program changes, and the ranks that follow.
         recorder: Takes the executor after a step whose timeline is wanted.
     """
 
@@ -153,7 +153,8 @@ class StepState:
     outstanding: deque["Gradients"] = field(default_factory=deque)
     last: Any = None
     recorder: Callable[[Any], None] | None = None
-    loss: tuple[int, int, str] | None = None
+    loss: tuple[int, int] | None = None
+    buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
 
     def adopt(self, param: Tensor, name: str, holders: tuple[int, ...]) -> Record:
         """Record where a parameter is held, and release it if that is not here.
@@ -181,6 +182,27 @@ class StepState:
         if not held:
             _release(param, record)
         return record
+
+    def adopt_buffer(
+        self, buffer: Tensor, name: str, ranks: tuple[int, ...], *, changes: bool
+    ) -> None:
+        """Record where a buffer follows a program's changes; refuse to read a stale one.
+
+        Raises:
+            PiperRuntimeError: A program reads it on a rank that has not followed its changes.
+        """
+        found = self.buffers.get(id(buffer))
+        known = found[1] if found is not None and found[0]() is buffer else None
+        if known is not None and self.rank in ranks and self.rank not in known:
+            raise PiperRuntimeError(
+                format_error(
+                    f"buffer {name!r} is read on rank {self.rank}, where its value is old",
+                    {"kept up to date on": f"rank {', '.join(map(str, known))}"},
+                    hint="place what reads it on the same ranks in every mode of the model",
+                )
+            )
+        if changes:
+            self.buffers[id(buffer)] = (weakref.ref(buffer), ranks)
 
 
 def _release(param: Tensor, record: Record) -> None:
@@ -237,21 +259,21 @@ class Gradients:
 
 
 class _HandOver(torch.autograd.Function):
-    """`outputs = apply(gradients, number of outputs, *outputs, *parameters)`."""
+    """`outputs = apply(gradients, outputs, *parameters)`: the outputs, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Gradients, count: int, *tensors: Tensor) -> Any:
-        ctx.gradients, ctx.count = gradients, count
-        outputs = tuple(t.view_as(t) for t in tensors[:count])
-        return outputs[0] if count == 1 else outputs
+    def forward(ctx: Any, gradients: Gradients, outputs: list[Tensor], *params: Tensor) -> Any:
+        ctx.gradients = gradients
+        # In a list, they are results and not inputs: not views of anything, free to be changed.
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         grads = ctx.gradients.take(incoming)
-        wanted = ctx.needs_input_grad[2 + ctx.count :]
+        wanted = ctx.needs_input_grad[2:]
         given = (g if w else None for g, w in zip(grads, wanted, strict=True))
-        return (None, None, *(None for _ in range(ctx.count)), *given)
+        return (None, None, *given)
 
 
 def attach(state: StepState, loss: Tensor, params: list[Tensor], grads: list[Tensor]) -> Tensor:
@@ -282,5 +304,5 @@ def attach_outputs(
         state.outstanding.popleft().drop()
     with torch.enable_grad():
         apply: Any = _HandOver.apply
-        results = apply(gradients, len(outputs), *outputs, *params)
+        results = apply(gradients, outputs, *params)
     return [results] if isinstance(results, Tensor) else list(results)

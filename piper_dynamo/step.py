@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -92,6 +91,7 @@ class Entry:
     executor: Executor
     is_random: bool
     compared: bool = False
+    adopted: StepState | None = None
 
 
 class CompiledStep:
@@ -105,9 +105,6 @@ class CompiledStep:
         self._options = options
         self._training = training
         self._key = graph_key(gm, args)
-        # By communicator: Dynamo keeps this object for the next job of the same process too.
-        self._entries: WeakKeyDictionary[Communicator, dict[tuple[Any, ...], Entry]]
-        self._entries = WeakKeyDictionary()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._loss: int | None = None
         self._paths: dict[int, str] = {}
@@ -127,7 +124,7 @@ class CompiledStep:
         comm = communicator(self._options.timeout_s)
         self._recall_loss(values)
         entry = self._entry(values, comm)
-        state = self._state(values, entry.plan, comm)
+        state = self._state(values, entry, comm)
         number = self._agree(entry, comm)
         try:
             return self._run(entry, state, values)
@@ -136,8 +133,7 @@ class CompiledStep:
             _compare(entry.plan, comm, number, time.monotonic())
             raise
 
-    # --- plans and programs
-    # -------------------------------------------------------------------------------------------
+    # plans and programs
 
     def _sizes(self, values: Sequence[Any]) -> tuple[Any, ...]:
         key: list[Any] = []
@@ -187,12 +183,10 @@ class CompiledStep:
         strategy = self.strategy
         if strategy.loss is None or self._loss is not None:
             return self._loss
-        if isinstance(strategy.loss, int):
-            return strategy.loss
         raise PiperCaptureError(
             format_error(
-                f"the loss is named by the path {strategy.loss!r}, "
-                "which a plain first call cannot resolve",
+                f"the loss is named as output {strategy.loss!r}, "
+                "which a plain first call cannot resolve: it does not see the outputs' structure",
                 hint="call piper.prepare(step, *example_inputs) first, or use piper.compile",
             )
         )
@@ -200,19 +194,15 @@ class CompiledStep:
     def _recall_loss(self, values: Sequence[Any]) -> None:
         """Find a loss named by its path again in another mode of a prepared model.
 
-        The output structure is not visible here, so it is recognised by its name in the graph and
-        the number of outputs.
+        The output structure is not visible here: with as many outputs, it is taken to be the same.
         """
         if self._loss is not None or self.strategy.loss is None:
             return
         state = self._known_state(values)
         if state is None or state.loss is None:
             return
-        count, index, name = state.loss
-        outputs = [str(node) for node in compat.output_nodes(self._gm)]
-        if name in outputs:
-            self._loss = outputs.index(name)
-        elif len(outputs) == count:
+        count, index = state.loss
+        if len(compat.output_nodes(self._gm)) == count:
             self._loss = index
 
     def _known_state(self, values: Sequence[Any]) -> StepState | None:
@@ -221,7 +211,8 @@ class CompiledStep:
 
     def _entry(self, values: Sequence[Any], comm: Communicator) -> Entry:
         key = self._sizes(values)
-        entries = self._entries.setdefault(comm, {})
+        # With the communicator: Dynamo keeps this object for the next job of the process too.
+        entries = comm.programs.setdefault(self, {})
         if key not in entries:
             plan = self._plan(values, comm.world_size)
             comm.prepare_groups(
@@ -229,7 +220,7 @@ class CompiledStep:
             )
             program = plan.programs[comm.rank]
             wanted = {name: plan.chunks[name] for name, _ in program.chunks}
-            functions = compile_chunks(wanted, self._options.compile or "aten")
+            functions = compile_chunks(wanted, self._options.compile_for(values))
             chunks = {
                 name: BoundChunk(
                     fn=functions[name],
@@ -250,22 +241,30 @@ class CompiledStep:
                 executor=Executor(program, code, chunks, comm),
                 is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
             )
-        return entries[key]
+        found: Entry = entries[key]
+        return found
 
-    # --- state ------------------------------------------------------------------------------------
-    # --------------------
+    # state
 
-    def _state(self, values: Sequence[Any], plan: Plan, comm: Communicator) -> StepState:
-        params = [a for a in self._args if a.kind is ArgKind.PARAMETER]
-        records = [record_of(values[a.position]) for a in params]
+    def _state(self, values: Sequence[Any], entry: Entry, comm: Communicator) -> StepState:
         state = self._known_state(values)
         if state is None:
             state = StepState(rank=comm.rank, world_size=comm.world_size, comm=comm)
-        if any(r is None for r in records):
-            holders = plan.holders()
-            for arg in params:
-                ranks = holders.get(arg.position, (0,))
-                state.adopt(values[arg.position], arg.name, ranks)
+        state.comm = comm
+        if entry.adopted is state:
+            return state
+        plan = entry.plan
+        holders = plan.holders()
+        for arg in self._args:
+            ranks = holders.get(arg.position, (0,))
+            value = values[arg.position]
+            if arg.kind is ArgKind.PARAMETER:
+                state.adopt(value, arg.name, ranks)
+            elif arg.kind is ArgKind.BUFFER and arg.position in holders:
+                state.adopt_buffer(
+                    value, arg.name, ranks, changes=arg.position in plan.capture.buffers
+                )
+        entry.adopted = state
         return state
 
     def _agree(self, entry: Entry, comm: Communicator) -> int:
@@ -282,7 +281,7 @@ class CompiledStep:
         if comm.world_size == 1:
             return number
         mine = f"{entry.plan.fingerprint()} {describe(entry.plan)}"
-        comm.publish(f"step/{number}/{comm.rank}", mine)
+        comm.publish(_step_key(number, comm.rank), f"{number} {mine}")
         if entry.compared:
             return number
         deadline = time.monotonic() + min(comm.timeout_s, 1e9)
@@ -299,16 +298,23 @@ class CompiledStep:
         entry.compared = True
         return number
 
-    # --- running ----------------------------------------------------------------------------------
-    # --------------------
+    # running
 
     def _run(self, entry: Entry, state: StepState, values: Sequence[Any]) -> list[Any]:
         plan, program = entry.plan, entry.executor.program
         recorder = state.recorder
         seed = int(torch.empty((), dtype=torch.int64).random_()) if entry.is_random else 0
+        state_values = [values[p].detach() for _, p in program.state]
+        if program.tangents:
+            # The backward runs later, when buffers have their new values: it reads the old ones.
+            changed = {position for position, _ in program.buffers}
+            state_values = [
+                value.clone() if position in changed else value
+                for value, (_, position) in zip(state_values, program.state, strict=True)
+            ]
         results = entry.executor.run(
-            [values[p].detach() for _, p in program.state],
-            [values[p].detach() for _, p in program.data],
+            state_values,
+            [values[p].detach().contiguous() for _, p in program.data],
             self._weights(plan, program.weights, values),
             seed=seed,
             first_microbatch=state.data_rank * plan.dag.num_microbatches,
@@ -406,8 +412,20 @@ class CompiledStep:
         assert backward is not None
         indices = [index for index, _ in program.tangents]
         params = [values[position] for position, _ in program.grads]
+        changed = {position for position, _ in program.buffers}
+        read = [
+            (name, values[p], values[p]._version)
+            for name, p in (*program.state, *program.data)
+            if p not in changed
+        ]
 
         def run(incoming: Sequence[Tensor]) -> Sequence[Tensor]:
+            moved = [name for name, value, version in read if value._version != version]
+            if moved:
+                raise PiperRuntimeError(
+                    f"changed in place between the step and its backward: {', '.join(moved)}; "
+                    "call backward before the optimizer's step, and do not change inputs"
+                )
             return backward([g.contiguous() for g in incoming])
 
         attached = attach_outputs(state, [owned[i] for i in indices], params, run)
@@ -423,8 +441,7 @@ class CompiledStep:
         targets = [values[position] for position, _ in program.grads]
         return attach(state, results.loss, targets, list(results.grads))
 
-    # --- sessions ---------------------------------------------------------------------------------
-    # --------------------
+    # sessions
 
     def _visit(self, now: Session, values: Sequence[Any]) -> list[Any]:
         """Plan or prepare; stand-ins for the outputs show the structure of the model's output."""
@@ -439,10 +456,10 @@ class CompiledStep:
             else:
                 comm = communicator(self._options.timeout_s)
                 entry = self._entry(values, comm)
-                state = self._state(values, entry.plan, comm)
+                state = self._state(values, entry, comm)
                 state.last = entry.plan
                 if self._loss is not None:
-                    state.loss = (len(outputs), self._loss, str(outputs[self._loss]))
+                    state.loss = (len(outputs), self._loss)
                 now.plans.append(entry.plan)
         found: list[Any] = []
         for index, node in enumerate(outputs):
@@ -452,6 +469,11 @@ class CompiledStep:
             else:
                 found.append(None)
         return found
+
+
+def _step_key(number: int, rank: int) -> str:
+    """Where a rank says what it runs in a step; few keys, since ranks are hardly a step apart."""
+    return f"step/{number % 16}/{rank}"
 
 
 def _compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> list[int]:
@@ -466,11 +488,14 @@ def _compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> li
     mine = plan.fingerprint()
     differing, silent = [], []
     for rank in range(comm.world_size):
-        text = comm.lookup(f"step/{number}/{rank}", deadline - time.monotonic())
+        remaining = max(deadline - time.monotonic(), 0.0)
+        text = comm.lookup(_step_key(number, rank), f"{number} ", remaining)
         if text is None:
             silent.append(rank)
-        elif text.split(" ", 1)[0] != mine:
-            differing.append(f"rank {rank}: {text.split(' ', 1)[1]}")
+            continue
+        _, theirs, what = text.split(" ", 2)
+        if theirs != mine:
+            differing.append(f"rank {rank}: {what}")
     if differing:
         raise PiperRuntimeError(
             format_error(
@@ -501,6 +526,7 @@ def describe(plan: Plan) -> str:
 def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:
     """A text equal for equal graphs, or None where the graph holds tensors of its own."""
     lines = [repr([(a.kind.value, a.name, a.requires_grad) for a in args])]
+    lines.append(compat.autocast_state())
     for name, module in [("", gm), *gm.named_modules()]:
         if not isinstance(module, fx.GraphModule):
             continue

@@ -1,7 +1,8 @@
 """Timelines: what each rank did when, simulated or measured, drawn and exported.
 
-Terms: an *event* is one instruction's stretch of time on one rank's stream; *idle* is what is left
-of the makespan beside the events that compute.
+Terms: an *event* is one instruction's stretch of time on one rank's stream; *busy* is the time in
+events that compute, *idle* the rest of the makespan. A *lane* is a thin row of the picture under a
+rank's compute row, one per further stream.
 """
 
 import json
@@ -10,20 +11,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from piper_dynamo.errors import PiperError
+
 COMPUTE = ("F", "B", "BI", "BW")
-# Colours that stay apart in print and for colour-blind readers (Okabe-Ito, lightened).
-COLORS = {
-    "F": "#7fb3d9",
-    "B": "#e9a86b",
-    "BI": "#f2c14e",
-    "BW": "#8fc79a",
-    "send": "#b7a6d6",
-    "recv": "#b7a6d6",
-    "wait": "#eeeeee",
-    "reduce": "#d98fb3",
-    "gather": "#d98fb3",
-    "other": "#cccccc",
+# Colours that stay apart in print and for colour-blind readers (Okabe-Ito, lightened), and what
+# the legend calls them; kinds of one name share an entry.
+LOOKS: Mapping[str, tuple[str, str]] = {
+    "F": ("#7fb3d9", "forward"),
+    "B": ("#e9a86b", "backward"),
+    "BI": ("#f2c14e", "input gradient"),
+    "BW": ("#8fc79a", "weight gradient"),
+    "send": ("#8b76b8", "send"),
+    "recv": ("#b9abd6", "receive"),
+    "wait": ("#e4e4e4", "wait"),
+    "reduce": ("#c4668f", "reduce"),
+    "gather": ("#dca3be", "gather"),
+    "other": ("#a8a8a8", "other work"),
 }
+EDGE = "#4d4d4d"
+COMPUTE_HEIGHT, LANE_HEIGHT, GAP = 1.0, 0.24, 0.30  # in units of a compute row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +41,7 @@ class Event:
         stream: The logical stream, `compute` for chunks.
         name: The task's name.
         kind: F, B, BI, BW, send, recv, wait, reduce, gather or other.
-        tags: Region tags and MB.
+        tags: Region tags such as PP, and MB.
         start_s: Begin, in seconds (or in the simulation's unit).
         end_s: End.
     """
@@ -54,9 +60,9 @@ class Event:
         return self.end_s - self.start_s
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Timeline:
-    """Events of one or several ranks."""
+    """Events of one or several ranks; a recording adds to `events` when its step ends."""
 
     events: list[Event] = field(default_factory=list)
 
@@ -77,38 +83,62 @@ class Timeline:
         return sum(e.duration_s for e in self.events if e.rank == rank and e.kind in COMPUTE)
 
     def idle_share(self, rank: int) -> float:
-        """The share of the makespan in which a rank does not compute."""
+        """The share of the makespan, of all ranks together, in which a rank does not compute."""
         return 1.0 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
-    def from_zero(self) -> "Timeline":
+    def shifted(self, offset_s: float) -> "Timeline":
+        """The same, later by an offset."""
+        moved = [
+            replace(e, start_s=e.start_s + offset_s, end_s=e.end_s + offset_s) for e in self.events
+        ]
+        return Timeline(moved)
+
+    def shifted_to_zero(self) -> "Timeline":
         """The same, beginning at 0."""
-        start = min((e.start_s for e in self.events), default=0.0)
-        moved = [replace(e, start_s=e.start_s - start, end_s=e.end_s - start) for e in self.events]
-        return Timeline(events=moved)
+        return self.shifted(-min((e.start_s for e in self.events), default=0.0))
 
     @staticmethod
-    def merge(timelines: Iterable["Timeline"]) -> "Timeline":
-        """Several ranks' timelines as one; their clocks must agree, as they do on one machine."""
-        return Timeline(events=[e for t in timelines for e in t.events])
+    def merge(
+        timelines: Iterable["Timeline"], offsets_s: Sequence[float] | None = None
+    ) -> "Timeline":
+        """Several ranks' timelines as one.
 
-    def mean_duration(self, kind: str) -> float | None:
-        """The mean duration of a kind of task; None where there is none."""
-        found = [e.duration_s for e in self.events if e.kind == kind]
-        return sum(found) / len(found) if found else None
+        Args:
+            timelines: One per rank, or any number.
+            offsets_s: What to add to each one's times, so that all follow one clock. Left out: the
+                clocks agree already, as `time.perf_counter` does between processes of one Linux
+                machine.
+
+        Raises:
+            PiperError: There are not as many offsets as timelines.
+        """
+        given = list(timelines)
+        offsets = [0.0] * len(given) if offsets_s is None else list(offsets_s)
+        if len(offsets) != len(given):
+            raise PiperError(
+                f"Timeline.merge got {len(given)} timelines and {len(offsets)} offsets; "
+                "give one offset per timeline"
+            )
+        moved = [t.shifted(o) if o else t for t, o in zip(given, offsets, strict=True)]
+        return Timeline([e for t in moved for e in t.events])
 
 
 def to_chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write a trace for Perfetto or chrome://tracing: a process per rank, a thread per stream."""
+    """Write a trace for ui.perfetto.dev or chrome://tracing.
+
+    A process per rank, a thread per stream, the first event at 0. Times are taken as seconds.
+    """
     events: list[dict[str, Any]] = []
-    streams = sorted({e.stream for e in timeline.events}, key=lambda s: (s != "compute", s))
+    streams = _streams(timeline)
     for rank in timeline.ranks:
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
+        process = {"ph": "M", "pid": rank, "tid": 0}
+        events.append({**process, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append({**process, "name": "process_sort_index", "args": {"sort_index": rank}})
         for number, stream in enumerate(streams):
-            named = {"ph": "M", "name": "thread_name", "pid": rank, "tid": number}
-            events.append({**named, "args": {"name": stream}})
-    for e in timeline.from_zero().events:
+            thread = {"ph": "M", "pid": rank, "tid": number}
+            events.append({**thread, "name": "thread_name", "args": {"name": stream}})
+            events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": number}})
+    for e in timeline.shifted_to_zero().events:
         events.append(
             {
                 "ph": "X",
@@ -121,7 +151,8 @@ def to_chrome_trace(timeline: Timeline, path: str | Path) -> None:
                 "args": dict(e.tags),
             }
         )
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def plot_timeline(
@@ -129,76 +160,172 @@ def plot_timeline(
 ) -> None:
     """Draw timelines above each other, rank by time, coloured by kind, with microbatch numbers.
 
+    Where ranks hold several stages, a later stage's tasks are darker. Numbers that do not fit into
+    their box are left out.
+
     Args:
-        timelines: By heading, e.g. `{"predicted": ..., "measured": ...}`, each on its own axis.
+        timelines: By heading, e.g. `{"predicted": ..., "measured": ...}`.
         path: PNG or SVG, by its suffix.
-        unit: Of the time axis.
+        unit: The unit of all times: the panels then share one time axis. "s" is shown as ms or µs
+            where that reads better. Empty: each panel has an axis of its own.
         title: Above the picture.
+
+    Raises:
+        PiperError: There is nothing to draw, or the suffix is another.
     """
+    path = Path(path)
+    shown = {name: t.shifted_to_zero() for name, t in timelines.items() if t.events}
+    if not shown:
+        raise PiperError("plot_timeline got no events to draw; record or simulate a step first")
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise PiperError(f"plot_timeline writes .png and .svg, by the path's suffix; got '{path}'")
+    # Here, so that importing Piper costs nothing; through objects, since pyplot's state is global
+    # and would take the user's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = {name: t.from_zero() for name, t in timelines.items() if t.events}
-    heights = [max(len(t.ranks), 1) for t in shown.values()] or [1]
-    figure = Figure(figsize=(14, 1.3 + sum(0.55 * h + 0.75 for h in heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(
-        len(shown) or 1, 1, squeeze=False, height_ratios=[h + 1 for h in heights]
+    panels = {name: _Panel(t) for name, t in shown.items()}
+    heights = [panel.height for panel in panels.values()]
+    most_ranks = max(len(t.ranks) for t in shown.values())
+    row_in = 0.42 if most_ranks <= 4 else 0.30
+    width_in = min(max(13.0, 0.18 * max(p.most_boxes for p in panels.values())), 40.0)
+    figure = Figure(
+        figsize=(width_in, 0.8 + sum(row_in * h + 0.7 for h in heights)), layout="constrained"
     )
-    for (name, timeline), (axis,) in zip(shown.items(), axes, strict=True):
-        _draw(axis, timeline)
-        axis.set_title(name, loc="left", fontsize=10)
-        axis.set_xlabel(f"time ({unit})" if unit else "time", fontsize=8)
-    kinds = {e.kind for t in shown.values() for e in t.events}
-    _legend(figure, [k for k in COLORS if k in kinds])
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    longest = max(t.makespan for t in shown.values())
+    for (name, panel), (axis,) in zip(panels.items(), axes, strict=True):
+        span = (longest if unit else panel.timeline.makespan) or 1.0
+        scale, shown_unit = _scale(span, unit)
+        panel.draw(axis, span * scale, scale, width_in)
+        length = f"{panel.timeline.makespan * scale:.3g} {shown_unit}".strip()
+        axis.set_title(f"{name} · {length}", loc="left", fontsize=10)
+        axis.set_xlabel(f"time ({shown_unit})" if shown_unit else "time", fontsize=8)
+    _legend(figure, {e.kind for t in shown.values() for e in t.events})
     if title:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 
 
-def _draw(axis: Any, timeline: Timeline) -> None:
-    ranks = timeline.ranks
-    width = max(timeline.makespan, 1e-12)
-    for row, rank in enumerate(ranks):
-        mine = [e for e in timeline.events if e.rank == rank]
-        _bars(
-            axis, [e for e in mine if e.stream == "compute" and e.kind in COMPUTE], row, 0.0, 0.62
+class _Panel:
+    """One timeline of a picture. Lengths across time in points, 1/72 inch, where text is fitted."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.lanes = [s for s in _streams(timeline) if s != "compute"]
+        self.pitch = COMPUTE_HEIGHT + LANE_HEIGHT * len(self.lanes) + GAP
+        self.height = self.pitch * len(timeline.ranks)
+        boxes: dict[int, int] = {}
+        stages: dict[int, set[int]] = {}
+        for e in timeline.events:
+            if e.kind in COMPUTE:
+                boxes[e.rank] = boxes.get(e.rank, 0) + 1
+                stages.setdefault(e.rank, set()).add(e.tags.get("PP", 0))
+        self.most_boxes = max(boxes.values(), default=0)
+        self.stages = {rank: sorted(found) for rank, found in stages.items()}
+
+    def draw(self, axis: Any, span: float, scale: float, width_in: float) -> None:
+        """Draw into an axis of `span` units, `scale` units to one of the timeline's."""
+        points = 72 * 0.93 * width_in / span  # the labels at the left take the rest
+        ranks = self.timeline.ranks
+        for row, rank in enumerate(ranks):
+            mine = [e for e in self.timeline.events if e.rank == rank]
+            top = row * self.pitch
+            compute = [e for e in mine if e.stream == "compute"]
+            self._bars(axis, compute, top, COMPUTE_HEIGHT, scale, points)
+            for number, stream in enumerate(self.lanes):
+                lane = [e for e in mine if e.stream == stream]
+                below = top + COMPUTE_HEIGHT + LANE_HEIGHT * number
+                self._bars(axis, lane, below, LANE_HEIGHT, scale, points)
+            for e in compute:
+                if e.kind in COMPUTE and "MB" in e.tags:
+                    self._number(axis, e, top + COMPUTE_HEIGHT / 2, scale, points)
+        between = "\n" if len(ranks) <= 4 else " · "
+        labels = [f"rank {r}{between}{self.timeline.idle_share(r):.0%} idle" for r in ranks]
+        places = [row * self.pitch + COMPUTE_HEIGHT / 2 for row in range(len(ranks))]
+        axis.set_yticks(places, labels, fontsize=8)
+        axis.set_xlim(0, span * 1.002)  # the last box keeps its right edge
+        axis.set_ylim(self.height - GAP / 2, -GAP / 2)
+        axis.tick_params(axis="x", labelsize=8)
+        axis.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+
+    def _bars(  # noqa: PLR0913  (all describe one row)
+        self,
+        axis: Any,
+        events: Sequence[Event],
+        top: float,
+        height: float,
+        scale: float,
+        points: float,
+    ) -> None:
+        looks: dict[tuple[str, str], list[Event]] = {}
+        for e in events:
+            color = LOOKS.get(e.kind, LOOKS["other"])[0]
+            looks.setdefault((e.kind, _darker(color, self._depth(e))), []).append(e)
+        for (_, color), found in looks.items():
+            spans = [(e.start_s * scale, e.duration_s * scale) for e in found]
+            # An edge would hide a box that is not much wider than a line.
+            edges = [EDGE if width * points > 3 else color for _, width in spans]
+            axis.broken_barh(
+                spans, (top, height), facecolors=color, edgecolors=edges, linewidth=0.4
+            )
+
+    def _number(self, axis: Any, event: Event, middle: float, scale: float, points: float) -> None:
+        text = str(event.tags["MB"])
+        room = event.duration_s * scale * points
+        for size in (8.0, 6.5, 5.0):
+            if room > 0.62 * size * len(text) + 1.5:  # a digit is 0.62 of its size wide
+                break
+        else:
+            return
+        axis.text(
+            (event.start_s + event.end_s) / 2 * scale,
+            middle,
+            text,
+            ha="center",
+            va="center",
+            fontsize=size,
+            color="white" if self._depth(event) > 0.5 else "black",
+            clip_on=True,
         )
-        rest = [e for e in mine if e.kind not in COMPUTE and e.kind != "other"]
-        _bars(axis, rest, row, 0.66, 0.14)
-        for e in mine:
-            mb = e.tags.get("MB")
-            if e.kind in COMPUTE and mb is not None and e.duration_s > width * 0.008:
-                middle = (e.start_s + e.end_s) / 2
-                size = 7 if e.duration_s > width * 0.014 else 5
-                axis.text(middle, row + 0.31, str(mb), ha="center", va="center", fontsize=size)
-    labels = [f"rank {r}\nidle {timeline.idle_share(r):.0%}" for r in ranks]
-    axis.set_yticks([row + 0.4 for row in range(len(ranks))], labels, fontsize=8)
-    axis.set_xlim(0, width)
-    axis.set_ylim(len(ranks), -0.1)
-    axis.tick_params(axis="x", labelsize=8)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
+
+    def _depth(self, event: Event) -> float:
+        """0 for the first of a rank's stages, 1 for the last."""
+        stages = self.stages.get(event.rank, [0])
+        if event.kind not in COMPUTE or len(stages) < 2:
+            return 0.0
+        return stages.index(event.tags.get("PP", 0)) / (len(stages) - 1)
 
 
-def _bars(axis: Any, events: Sequence[Event], row: int, top: float, height: float) -> None:
-    for kind in dict.fromkeys(e.kind for e in events):
-        spans = [(e.start_s, e.duration_s) for e in events if e.kind == kind]
-        axis.broken_barh(
-            spans,
-            (row + top, height),
-            facecolors=COLORS.get(kind, "#cccccc"),
-            edgecolors="#555555",
-            linewidth=0.3,
-        )
+def _streams(timeline: Timeline) -> list[str]:
+    """All streams, compute first."""
+    return sorted({e.stream for e in timeline.events}, key=lambda s: (s != "compute", s))
 
 
-def _legend(figure: Any, kinds: Sequence[str]) -> None:
+def _scale(span: float, unit: str) -> tuple[float, str]:
+    """What to multiply times with, and the unit they then have."""
+    if unit != "s" or span >= 2:
+        return 1.0, unit
+    return (1e3, "ms") if span >= 2e-3 else (1e6, "µs")
+
+
+def _darker(color: str, depth: float) -> str:
+    """A colour, up to 45 % darker."""
+    keep = 1 - 0.45 * depth
+    parts = (round(int(color[i : i + 2], 16) * keep) for i in (1, 3, 5))
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def _legend(figure: Any, kinds: set[str]) -> None:
     from matplotlib.patches import Patch
 
-    names = {"F": "forward", "B": "backward", "BI": "input gradient", "BW": "weight gradient"}
+    found = {kind if kind in LOOKS else "other" for kind in kinds}
     patches = [
-        Patch(facecolor=COLORS[k], edgecolor="#555555", label=names.get(k, k)) for k in kinds
+        Patch(facecolor=color, edgecolor=EDGE, linewidth=0.4, label=label)
+        for kind, (color, label) in LOOKS.items()
+        if kind in found
     ]
-    if patches:
-        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)

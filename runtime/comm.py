@@ -5,9 +5,11 @@ sends. A message's tag is its position in the channel, so that the two ends must
 message it is.
 """
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperTimeoutError
+
+POLL_S = 0.002
+FOREVER_S = 1e6  # what a timedelta and gloo take for no deadline
 
 
 class Communicator(Protocol):
@@ -24,6 +29,7 @@ class Communicator(Protocol):
     world_size: int
     timeout_s: float
     steps: int
+    programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """Start to receive a message of the channel from `source`, shaped like `like`; a handle."""
@@ -47,10 +53,10 @@ class Communicator(Protocol):
         """The sum of `value` over all ranks; blocks."""
 
     def publish(self, key: str, text: str) -> None:
-        """Leave a short text that any rank can read."""
+        """Leave a short text that any rank can read, in place of an earlier one."""
 
-    def lookup(self, key: str, timeout_s: float) -> str | None:
-        """A published text; None if it is not there within the time."""
+    def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
+        """A published text that begins with `start`; None if there is none within the time."""
 
     def abandon(self) -> None:
         """Forget what a failed step left in flight."""
@@ -64,6 +70,7 @@ class TorchCommunicator:
         self.world_size = dist.get_world_size()
         self.timeout_s = timeout_s
         self.steps = 0
+        self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self.group = dist.group.WORLD
         self._store = compat.default_store()
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
@@ -82,7 +89,7 @@ class TorchCommunicator:
 
     def _finish(self, work: Any) -> None:
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(timedelta(seconds=min(self.timeout_s, FOREVER_S)))
         except RuntimeError as error:
             if "imed out" in str(error) or "timeout" in str(error).lower():
                 raise PiperTimeoutError(f"nothing came within {self.timeout_s:g} s") from error
@@ -133,13 +140,17 @@ class TorchCommunicator:
         """See `Communicator`."""
         self._store.set(f"piper/{key}", text)
 
-    def lookup(self, key: str, timeout_s: float) -> str | None:
+    def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """See `Communicator`."""
-        try:
-            self._store.wait([f"piper/{key}"], timedelta(seconds=max(timeout_s, 0.01)))
-        except (dist.DistStoreError, RuntimeError):
-            return None
-        return bytes(self._store.get(f"piper/{key}")).decode()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._store.check([f"piper/{key}"]):
+                text = bytes(self._store.get(f"piper/{key}")).decode()
+                if text.startswith(start):
+                    return text
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(POLL_S)
 
     def abandon(self) -> None:
         """See `Communicator`."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import (
     PiperError,
     PiperRuntimeError,
@@ -85,7 +86,6 @@ class Runtime:
         self.marks: list[tuple[int, float]] = []
         self.post = comm.post
         self.wait = comm.wait
-        self.send = comm.send
         self.drain = comm.drain
 
     def slice(self, batch: Tensor, dim: int | None, part: int, parts: int) -> Tensor:
@@ -95,14 +95,18 @@ class Runtime:
         size = batch.shape[dim] // parts
         return batch.narrow(dim, part * size, size).contiguous()
 
+    def send(self, value: Tensor, target: int, message: int) -> None:
+        """Start to send; borders are contiguous by construction, a user's output may not be."""
+        self._comm.send(value.contiguous(), target, message)
+
     def accumulate(self, total: Tensor, part: Tensor) -> Tensor:
         """Add into a sum that this program owns."""
         return total.add_(part)
 
     def add(self, *parts: Tensor) -> Tensor:
         """A new sum, in the order given."""
-        total = parts[0] + parts[1]
-        for part in parts[2:]:
+        total = parts[0].clone()
+        for part in parts[1:]:
             total.add_(part)
         return total
 
@@ -193,7 +197,8 @@ class Executor:
         def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
                 try:
-                    with torch.no_grad():
+                    # Operators were traced with their casts: none may be added now.
+                    with torch.no_grad(), compat.no_autocast():
                         return call(*args)
                 except StopIteration:
                     raise

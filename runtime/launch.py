@@ -1,8 +1,7 @@
 """Starting ranks, and finding out which rank this is.
 
-Engines: "local" starts processes on this machine over loopback; "torchrun" joins the processes
-    that torchrun has started;
-"inprocess" runs all ranks as cooperative threads of this process.
+Engines: "local" starts processes on this machine over loopback; "torchrun" joins the processes that
+torchrun has started; "inprocess" runs all ranks as cooperative threads of this process.
 """
 
 import os
@@ -29,11 +28,12 @@ ENGINES = ("local", "torchrun", "inprocess")
 GRACE_S = 5.0  # how long other ranks may take to end after the first failure
 
 _torch_comm: TorchCommunicator | None = None
+_alone: Communicator | None = None
 
 
 def communicator(timeout_s: float) -> Communicator:
-    """This rank's communicator: in-process, torch.distributed's, or a world of one."""
-    global _torch_comm
+    """This rank's communicator: in-process, torch.distributed's, or that of a world of one."""
+    global _torch_comm, _alone
     comm: Communicator | None = local.current()
     if comm is not None:
         return comm
@@ -42,9 +42,9 @@ def communicator(timeout_s: float) -> Communicator:
             _torch_comm = TorchCommunicator(timeout_s)
         _torch_comm.timeout_s = timeout_s
         return _torch_comm
-    alone = local.LocalCommunicator(local.LocalWorld(1), 0)
-    local.set_current(alone)
-    return alone
+    if _alone is None:
+        _alone = local.LocalCommunicator(local.LocalWorld(1), 0)
+    return _alone
 
 
 def rank() -> int:
@@ -72,8 +72,10 @@ def launch(
         fn: A function without arguments; for "local" it must be importable (defined at the top
             of a module).
         ranks: How many ranks.
-        engine: "local", "torchrun" or "inprocess".
-        timeout_s: Seconds that a rank may wait for another before it fails.
+        engine: "local", "torchrun" or "inprocess". In a process that torchrun started, "local"
+            joins the ranks there are.
+        timeout_s: Seconds that a rank may wait for another before it fails; in one process a wait
+            that cannot end fails at once.
 
     Returns:
         What each rank's call returned, in rank order; under "torchrun" this rank's alone.
@@ -83,6 +85,10 @@ def launch(
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise PiperError(f"launch(ranks={ranks!r}): give a number of ranks >= 1")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise PiperError(f"launch(timeout_s={timeout_s!r}): give seconds > 0")
+    if engine == "local" and "TORCHELASTIC_RUN_ID" in os.environ:
+        engine = "torchrun"  # a script that starts its own ranks also works under torchrun
     if engine == "inprocess":
         return local.LocalWorld(ranks).run(fn)
     if engine == "torchrun":
@@ -129,18 +135,19 @@ def _spawn(fn: Callable[[], Any], ranks: int, timeout_s: float) -> list[Any]:
         ) from error
     context = mp.get_context("spawn")
     port = _free_port()
-    processes, results = [], []
-    for r in range(ranks):
-        # A pipe per rank: a queue would leave its semaphores behind when a rank is killed.
-        receive, give = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_body, args=(fn, r, ranks, port, timeout_s, give), name=f"rank {r}"
-        )
-        process.start()
-        give.close()
-        processes.append(process)
-        results.append(receive)
+    processes: list[Any] = []
+    results: list[Connection] = []
     try:
+        for r in range(ranks):
+            # A pipe per rank: a queue would leave its semaphores behind when a rank is killed.
+            receive, give = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_body, args=(fn, r, ranks, port, timeout_s, give), name=f"rank {r}"
+            )
+            process.start()
+            give.close()
+            processes.append(process)
+            results.append(receive)
         return _collect(processes, results)
     finally:
         _stop(processes)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ class LocalWorld:
         self.left: dict[tuple[Any, ...], int] = {}
         self.store: dict[str, str] = {}
         self.failure: tuple[int, BaseException] | None = None
-        self.messages = 0
         self._turns = [_Turn() for _ in range(world_size)]
 
     def run(self, fn: Callable[[], Any]) -> list[Any]:
@@ -146,6 +146,7 @@ class LocalCommunicator:
         self.world_size = world.world_size
         self.timeout_s = float("inf")
         self.steps = 0
+        self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self._meeting: dict[tuple[int, ...], int] = {}
 
     def post(self, source: int, message: int, like: Any) -> Any:
@@ -177,7 +178,6 @@ class LocalCommunicator:
         key = (self.rank, target, message)
         self.world.channels.setdefault(key, deque()).append(value.detach().clone())
         self.world.sent[key] = self.world.sent.get(key, 0) + 1
-        self.world.messages += 1
 
     def drain(self, target: int, message: int) -> None:
         """See `Communicator`."""
@@ -228,14 +228,19 @@ class LocalCommunicator:
         """See `Communicator`."""
         self.world.store[key] = text
 
-    def lookup(self, key: str, timeout_s: float) -> str | None:
+    def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """See `Communicator`; waiting is free: the others run until the text is there."""
+        store = self.world.store
+
+        def is_there() -> bool:
+            return store.get(key, "").startswith(start)
+
         if timeout_s > 0:
             try:
-                self.world.block(self.rank, lambda: key in self.world.store, f"the text {key!r}")
+                self.world.block(self.rank, is_there, f"the text {key!r}")
             except PiperTimeoutError:
                 return None
-        return self.world.store.get(key)
+        return store[key] if is_there() else None
 
     def abandon(self) -> None:
         """See `Communicator`."""

@@ -76,7 +76,9 @@ def shard_bucket(dag: Dag) -> None:
     whole = weight.meta["spec"]
     weight.meta["spec"] = replace(whole, shape=(2, 4)).contiguous()
     for user in list(weight.users):
-        gathered = collective(dag, Kind.ALL_GATHER, weight, user.prev, f"w_for_{user.name}", "gather")
+        gathered = collective(
+            dag, Kind.ALL_GATHER, weight, user.prev, f"w_for_{user.name}", "gather"
+        )
         user.replace_input_with(weight, gathered)
     results = results_of(dag.graph)
     ((key, found),) = results["grads"].items()
@@ -201,7 +203,7 @@ mm_1_MB0 = B_PP0_EP0_MB0[0]    # float64[3, 3]
 B_PP0_MB0 = nothing()    # on 0,1
 loss = weighted_loss([mean_MB0], [weight])    # float64[]; on 0,1
 grad_w = accumulate(mm_1_MB0)    # float64[3, 3]; on 0,1
-return {loss: [loss], outputs: [None], grads: {1: [grad_w]}, buffers: {}}""",
+return {loss: [loss], outputs: [None], grads: {2: [grad_w]}, buffers: {}}""",
     )
     experts = torch.randn(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (first, second), _ = run_by_hand(dag, list(experts), x.chunk(2))

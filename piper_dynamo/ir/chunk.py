@@ -71,6 +71,22 @@ def _shares(nodes: list[Node], outputs: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+def runnable(graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs a graph, with the constants its nodes carry."""
+    owner = torch.nn.Module()
+    for node in graph.find_nodes(op="get_attr"):
+        setattr(owner, str(node.target), node.meta["constant"])
+    return fx.GraphModule(owner, graph)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a finished graph."""
+    new = fx.Graph()
+    output = new.graph_copy(graph, {})
+    new.output(output)
+    return new
+
+
 def spec_of(node: Node) -> TensorSpec | None:
     """The spec of a node's value; None where it is not a tensor."""
     value = node.meta.get("val")
@@ -95,6 +111,10 @@ def structural_key(graph: fx.Graph) -> str:
         if node.op == "placeholder":
             role = "t" if str(node.target).startswith("tangents") else "p"
             lines.append(f"{role} {spec_of(node)} {_stride(node)}")
+            continue
+        if node.op == "get_attr":
+            value = node.meta["constant"]
+            lines.append(f"constant {value.dtype} {value.tolist()}")
             continue
         args = map_arg(node.args, refer)
         kwargs = map_arg(node.kwargs, refer)

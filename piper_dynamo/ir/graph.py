@@ -1,11 +1,10 @@
 """The Global Training DAG: one step of the whole job as an FX graph.
 
 Nodes: placeholders (parameters, buffers, data, loss weights), `call_module` for chunks,
-    `call_function` for slices,
-accumulation, communication and the pick of one result (`operator.getitem`). Every node but
-placeholders and picks has a frozen `Task` in `meta["task"]`; every value has a `TensorSpec` in
-`meta["spec"]`; orders are kept beside the graph as pairs of nodes, the only edges that carry no
-value. The output node names what a step gives back.
+`call_function` for slices, accumulation, communication and the pick of one result
+(`operator.getitem`). Every node but placeholders and picks has a frozen `Task` in `meta["task"]`;
+every value has a `TensorSpec` in `meta["spec"]`; orders are kept beside the graph as pairs of
+nodes, the only edges that carry no value. The output node names what a step gives back.
 """
 
 import operator
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, Node
 
-from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.chunk import Chunk, runnable
 from piper_dynamo.ir.joint import Arg, Output
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, Pass, RegionId, Task, TaskName
@@ -71,7 +70,7 @@ class _ChunkModule(torch.nn.Module):
 
     def __init__(self, chunk: Chunk) -> None:
         super().__init__()
-        self._run = fx.GraphModule(torch.nn.Module(), chunk.graph)
+        self._run = runnable(chunk.graph)
         self._num_results = chunk.num_results
 
     def forward(self, *args: Any) -> tuple[Any, ...]:

@@ -1,8 +1,7 @@
 """The captured call: the joint graph of one microbatch and what its ends are.
 
 Terms: an *argument* is a placeholder of Dynamo's graph (parameter, buffer, data or number); a
-    *microbatch* is one of the
-equal slices of the data arguments along their batch dims.
+*microbatch* is one of the equal slices of the data arguments along their batch dims.
 """
 
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ class Arg:
         position: Its place among the arguments of Dynamo's graph.
         spec: Shape, dtype, device as given at the call (whole batch); None for numbers.
         requires_grad: Whether a gradient is asked for it.
-        trained: Whether it is an `nn.Parameter`.
         size_of: For a number that is a size of a tensor argument: that argument's name and dim.
     """
 

@@ -1,9 +1,8 @@
 """The rank program: what one rank does in one step, as a flat tuple of instructions.
 
-Terms: a *register* holds one value; a *handle* is a register for a message that has been posted
-    and not yet waited for;
-a *channel* is the ordered messages from one rank to another; a *bundle* is the list of values kept
-for a later phase.
+Terms: a *register* holds one value; a *handle* is a register for a message that has been posted and
+not yet waited for; a *channel* is the ordered messages from one rank to another; a *bundle* is the
+list of values kept for a later phase.
 
 A program knows nothing of strategies. It is what the verifier proves, the simulator times, and the
 runtime runs. The text form of an instruction is strict: `Instr.parse(str(i)) == i`.

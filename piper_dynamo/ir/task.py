@@ -1,8 +1,8 @@
 """Names of the units of work.
 
-Terms: a *region* is a set of forward nodes with the same tags and the backward nodes that come
-    from them; a *pass* is
-one of F, B, BI, BW; a *task* is one pass of one region for one microbatch, run by one device group.
+Terms: a *region* is a set of forward nodes with the same tags and the backward nodes that come from
+them; a *pass* is one of F, B, BI, BW; a *task* is one pass of one region for one microbatch, run by
+one device group.
 
 The text form of a task is strict: `TaskName.parse(str(name)) == name`, and anything else is
 refused.

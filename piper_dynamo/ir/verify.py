@@ -5,8 +5,8 @@ order on a rank (a host wait, its own or a message's, holds back every later iss
 completion of a message only after both its ends are issued and after the messages before it in its
 channel, completion of a collective only after every member has issued it.
 
-Formal: acyclic(happens-before)  =>  no run of these programs deadlocks, given asynchronous
-    sends and FIFO channels.
+Formal: acyclic(happens-before)  =>  no run of these programs deadlocks, given asynchronous sends
+and FIFO channels.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ def verify(programs: Sequence[RankProgram]) -> None:
     """
     faults = [
         *_check_registers(programs),
+        *_check_sums(programs),
         *_check_messages(programs),
         *_check_collectives(programs),
     ]
@@ -81,6 +82,21 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
         missing = sorted(program.results() - alive)
         if missing:
             faults.append(f"rank {program.rank}: results never written: {', '.join(missing)}")
+    return faults
+
+
+def _check_sums(programs: Sequence[RankProgram]) -> list[str]:
+    """A partial gradient becomes the sum it is added to: nobody else may read or send it."""
+    faults = []
+    for program in programs:
+        readers: dict[str, int] = {}
+        for instr in program.instrs:
+            for reg in instr.reads() if instr.op is not Op.FREE else ():
+                readers[reg] = readers.get(reg, 0) + 1
+        for index, instr in enumerate(program.instrs):
+            if instr.op is Op.ACCUMULATE and readers[instr.inputs[-1]] > 1:
+                at = where(programs, program.rank, index)
+                faults.append(f"{at}: {instr.inputs[-1]!r} is added in place, but read elsewhere")
     return faults
 
 
