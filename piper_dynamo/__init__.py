@@ -1,7 +1,7 @@
 """Piper: a torch.compile backend that runs an ordinary model as a distributed program.
 
-Tag regions of the model with `piper.annotate("PP", 0)`, state what goes where and in which order in a
-`piper.Strategy`, and train what `piper.compile` returns in the ordinary loop. See README.md.
+Tag regions of the model with `piper.annotate("PP", 0)`, state what goes where and in which order in
+a `piper.Strategy`, and train what `piper.compile` returns in the ordinary loop. See README.md.
 """
 
 from piper_dynamo import schedules, strategies

@@ -252,7 +252,7 @@ class _Panel:
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
 
-    def _bars(  # noqa: PLR0913  (all describe one row)
+    def _bars(
         self,
         axis: Any,
         events: Sequence[Event],
@@ -313,8 +313,8 @@ def _scale(span: float, unit: str) -> tuple[float, str]:
 
 
 def _darker(color: str, depth: float) -> str:
-    """A colour, up to 45 % darker."""
-    keep = 1 - 0.45 * depth
+    """A colour, up to 40 % darker."""
+    keep = 1 - 0.4 * depth
     parts = (round(int(color[i : i + 2], 16) * keep) for i in (1, 3, 5))
     return "#" + "".join(f"{part:02x}" for part in parts)
 

@@ -1,7 +1,8 @@
-"""Two rewrites stated by hand, before the passes that will make them exist: the IR must not need to change for them.
+"""Two rewrites stated by hand, before the passes that will make them exist.
 
-ZeRO-3: a bucket gathered before each use and its gradient scattered. Experts: two experts on two ranks, tokens exchanged.
-Both are nodes of the same DAG, printed by the same printer, lowered, verified and run by the same runtime.
+ZeRO-3: a bucket gathered before each use and its gradient scattered. Experts: two experts on two
+ranks, tokens exchanged. The IR must not need to change for them: both are nodes of the same DAG,
+printed by the same printer, lowered, verified and run by the same runtime.
 """
 
 from dataclasses import replace

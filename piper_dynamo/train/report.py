@@ -61,7 +61,7 @@ class RunFolder:
 
     def draw_timeline(self, plan: Plan, measured: Timeline) -> None:
         """The measured timeline of one step under the predicted one, and as a trace."""
-        measured = measured.from_zero()
+        measured = measured.shifted_to_zero()
         predicted = plan.simulate(measured_costs(measured)).timeline
         plot_timeline(
             {"predicted from the mean time of each task": predicted, "measured": measured},
