@@ -1,26 +1,32 @@
-"""The command `piper`; click gives typed options, help texts and exit codes."""
+"""The command `piper`.
+
+click, because it gives subcommands, typed options, help texts and exit codes, and runs in a test
+without a process.
+"""
 
 import functools
 import json
 import os
+import types
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from dataclasses import Field, fields, replace
+from typing import Any, get_args
 
 import click
 
-from piper_dynamo.errors import PiperError
+from piper_dynamo.errors import PiperError, PiperStrategyError
 from piper_dynamo.runtime.launch import launch
-from piper_dynamo.train.config import STAGES_PER_RANK, Config
+from piper_dynamo.schedules import SCHEDULES
+from piper_dynamo.train.config import CHUNKS, DTYPES, Config, schedule_name
 
 _HELP = {
-    "out": "Run folder.",
+    "out": "Run folder; an earlier run's files in it are replaced.  [default: runs/<time>]",
     "steps": "Optimizer steps.",
     "ranks": "Processes; follows from --pp.",
     "pp": "Pipeline ranks.",
     "microbatches": "Microbatches per step.",
-    "schedule": f"One of {', '.join(STAGES_PER_RANK)}.",
-    "compile": "How chunks run: aten or inductor.",
+    "schedule": f"One of {', '.join(SCHEDULES)}; 1f1b is one_f_one_b.",
+    "compile": f"How chunks run: {' or '.join(CHUNKS)}.",
     "dim": "Model dim.",
     "layers": "Decoder layers.",
     "heads": "Attention heads.",
@@ -28,28 +34,29 @@ _HELP = {
     "seq": "Tokens (bytes) per row.",
     "batch": "Rows per step, all microbatches together.",
     "tied_head": "Share the weights of embedding and head.",
-    "dtype": "float32 or float64.",
+    "dtype": f"{' or '.join(DTYPES)}.",
     "lr": "Peak learning rate.",
     "warmup": "Steps of linear warm-up.",
     "weight_decay": "AdamW's weight decay.",
     "clip": "Gradient norm to clip at.",
     "seed": "Of initial values and batches.",
-    "eval_every": "Steps between evaluations; 0: never.",
+    "eval_every": "Steps between evaluations, and one at the end; 0: never.",
     "eval_batches": "Batches per evaluation.",
     "compare": "Check the first three steps against one process.",
     "timeout_s": "Seconds a rank may wait for another.",
 }
+REFUSED, FAILED = 2, 1
 
 
 class _Command(click.Command):
-    """Shows a refusal as the user's mistake that it is: its text, exit code 2."""
+    """Shows a PiperError as its text alone: exit code 2 for what was asked wrongly, else 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except PiperError as error:
             click.echo(f"piper: {error}", err=True)
-            ctx.exit(2 if type(error).__name__ == "PiperStrategyError" else 1)
+            ctx.exit(REFUSED if isinstance(error, PiperStrategyError) else FAILED)
 
 
 @click.group()
@@ -58,36 +65,51 @@ def main() -> None:
     """Run ordinary PyTorch models as distributed programs."""
 
 
+def _option(field: "Field[Any]") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option of a config's field, with its type and default."""
+    flag, text = "--" + field.name.replace("_", "-"), _HELP[field.name]
+    if isinstance(field.default, bool):
+        both = f"{flag}/--no-{flag[2:]}"
+        return click.option(both, default=field.default, show_default=True, help=text)
+    (kind,) = {*(get_args(field.type) or (field.type,))} - {types.NoneType}
+    has_default = field.default is not None
+    return click.option(flag, type=kind, default=field.default, show_default=has_default, help=text)
+
+
 def _config_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """An option per field of the job's config, with its default."""
+    """An option per field of the job's config."""
     for field in reversed(fields(Config)):
-        name = "--" + field.name.replace("_", "-")
-        default: Any = field.default
-        if isinstance(default, bool):
-            option = click.option(
-                f"{name}/--no-{name[2:]}", default=default, help=_HELP[field.name]
-            )
-        else:
-            kind = int if default is None else type(default)
-            option = click.option(
-                name, type=kind, default=default, show_default=True, help=_HELP[field.name]
-            )
-        command = option(command)
+        command = _option(field)(command)
     return command
 
 
 @main.command(cls=_Command)
 @_config_options
-@click.option("--json", "as_json", is_flag=True, help="Print a machine-readable last line.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the result as the last line: loss_first, loss_last and validation_loss (nats per "
+    "byte), tokens_per_s, peak_mb (the most memory any rank's process held, imports included) and, "
+    "with --compare, max_rel_diff.",
+)
 def train(as_json: bool, **options: Any) -> None:
-    """Train a Llama-style model on the text of Python's standard library."""
-    from piper_dynamo.train.job import run_rank
+    """Train a Llama-style model on the text of Python's standard library.
 
+    Starts its ranks on this machine; under torchrun it is one of the ranks.
+    """
+    options["schedule"] = schedule_name(options["schedule"])
     config = Config(**options)
+    is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_first = not is_started or os.environ["RANK"] == "0"
+    # After the options were checked: importing torch's compiler takes seconds.
+    from piper_dynamo.train.job import run_rank
+    from piper_dynamo.train.report import claim_folder
+
+    if is_first:
+        config = replace(config, out=str(claim_folder(config.out)))
     job = functools.partial(run_rank, config)
-    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    engine = "torchrun" if started else "local"
+    engine = "torchrun" if is_started else "local"
     results = launch(job, config.pp, engine=engine, timeout_s=config.timeout_s)
-    first = not started or os.environ["RANK"] == "0"
-    if as_json and first:
-        click.echo(json.dumps(results[0]))
+    if as_json and is_first:
+        click.echo(json.dumps(results[0], allow_nan=False))

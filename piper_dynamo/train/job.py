@@ -1,9 +1,11 @@
 """The training loop, run by every rank; rank 0 shows progress and writes the run folder."""
 
 import math
+import platform
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,214 +14,267 @@ import torch.distributed as dist
 
 from piper_dynamo.access import clip_grad_norm_, data_rank, data_world, explain, parameters, record
 from piper_dynamo.api import compile as piper_compile
+from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.runtime.launch import rank, world_size
 from piper_dynamo.timeline import Timeline
-from piper_dynamo.train.compare import STEPS, Reference, one_process
+from piper_dynamo.train.compare import Reference, one_process, verdict
 from piper_dynamo.train.config import Config
-from piper_dynamo.train.data import Corpus, read_corpus
-from piper_dynamo.train.model import Llama, build, flops_per_token
+from piper_dynamo.train.data import Corpus, Split, read_corpus
+from piper_dynamo.train.model import build, flops_per_token
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
-from piper_dynamo.train.report import RunFolder, curve
+from piper_dynamo.train.progress import Progress
+from piper_dynamo.train.report import RunFolder, claim_folder, curve
 
 RECORDED_STEP = 3  # the first steps warm up caches and allocators
 
 
 def run_rank(config: Config) -> dict[str, Any]:
-    """Train; the returned summary is complete on rank 0."""
-    return _Job(config).run()
+    """Train, as one of the ranks of a job with a process group.
+
+    Returns:
+        On rank 0: `loss_first`, `loss_last` (training, nats per byte), `validation_loss` if there
+        was an evaluation, `tokens_per_s` (without the first step), `peak_mb` (the most memory that
+        any rank's process held, imports included, in 10^6 bytes), and with `compare`
+        `max_rel_diff`. Nothing on other ranks.
+
+    Raises:
+        PiperError: The job is refused, or the loss is no longer a number.
+    """
+    with ExitStack() as stack:
+        folder = None
+        if rank() == 0:
+            folder = stack.enter_context(RunFolder(claim_folder(config.out)))
+        return _Job(config, folder).run()
+
+
+@dataclass(slots=True, kw_only=True)
+class _History:
+    """What the steps so far came to."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    difference: float | None = None
 
 
 class _Job:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, folder: RunFolder | None) -> None:
         self.config = config
-        self.is_first = rank() == 0
-        self.folder = RunFolder(config) if self.is_first else None
-        self.say: Callable[[str], None] = self._progress_line if self.is_first else _nothing
-        self.start = time.perf_counter()
-
-    def _progress_line(self, text: str) -> None:
-        from tqdm import tqdm
-
-        tqdm.write(f"[{time.perf_counter() - self.start:6.1f} s] {text}", file=_stderr())
+        self.folder = folder
+        self.progress = Progress(is_shown=rank() == 0)
+        self.history = _History()
+        self.shard = (0, 1)
 
     def run(self) -> dict[str, Any]:
-        config = self.config
-        self.say("reading the standard library's source")
-        corpus = read_corpus()
-        self.say(f"{len(corpus.train) / 1e6:.1f} MB to train on, {corpus.files} files")
+        config, say = self.config, self.progress.say
+        with self.progress.phase("reading the standard library's source"):
+            corpus = read_corpus()
+            check_same_text(corpus)
+        say(
+            f"{len(corpus.train) / 1e6:.1f} MB to train on, {len(corpus.validation) / 1e6:.1f} MB "
+            f"held out, {corpus.files} files"
+        )
+        batch = self._batch(corpus, "train", 0)
+        self._batch(corpus, "validation", 0)  # refused now rather than at the first evaluation
         reference = self._reference(corpus)
         model = build(config)
         flops = flops_per_token(model, config)
-        self.say(
-            f"capturing and planning: {config.schedule}, {config.stages} stages, "
-            f"{config.compile} chunks"
+        count = sum(p.numel() for p in model.parameters())
+        doing = (
+            f"capturing, planning and compiling {count / 1e6:.2f} M parameters: "
+            f"{config.schedule}, {config.stages} stages, {config.compile} chunks"
         )
-        step = piper_compile(
-            model,
-            config.strategy(),
-            self._batch(corpus, "train", 0),
-            compile=config.compile,
-            timeout_s=config.timeout_s,
-        )
+        with self.progress.phase(doing):
+            step = piper_compile(
+                model,
+                config.strategy(),
+                batch,
+                compile=config.compile,
+                timeout_s=config.timeout_s,
+            )
         if self.folder is not None:
+            self.folder.write_config(config, corpus)
             plan = explain(step)
             self.folder.write_plan(plan)
             for line in plan.summary().splitlines():
-                self.say(line)
-        result = self._train(step, model, corpus, flops)
-        difference = None
-        if reference is not None:
-            difference = reference.max_relative_difference(result["losses"], result["norms"])
-            self.say(f"equal to one process: max difference {difference:.1e} over {STEPS} steps")
-        return self._summary(result, difference)
+                say(line)
+        self.shard = data_rank(step), data_world(step)
+        self._train(step, corpus, reference, flops)
+        return self._summary()
 
     def _reference(self, corpus: Corpus) -> Reference | None:
-        if not self.config.compare or not self.is_first:
+        if not self.config.compare or self.folder is None:
             return None
-        self.say(f"training {STEPS} steps in one process, to compare with")
-        return one_process(self.config, corpus)
+        with self.progress.phase("training the first steps in one process, to compare with"):
+            return one_process(self.config, corpus)
 
-    def _batch(self, corpus: Corpus, split: str, step: int, shard: tuple[int, int] = (0, 1)) -> Any:
-        config = self.config
+    def _batch(self, corpus: Corpus, split: Split, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return corpus.batch(
             split,
             step,
-            seed=config.seed,
-            rows=config.batch,
-            seq=config.seq,
-            data_rank=shard[0],
-            data_world=shard[1],
+            seed=self.config.seed,
+            rows=self.config.batch,
+            seq=self.config.seq,
+            data_rank=self.shard[0],
+            data_world=self.shard[1],
         )
 
-    def _train(self, step: Any, model: Llama, corpus: Corpus, flops: float) -> dict[str, Any]:
-        from tqdm import tqdm
-
-        config = self.config
+    def _train(self, step: Any, corpus: Corpus, reference: Reference | None, flops: float) -> None:
+        config, history = self.config, self.history
         optimizer = make_optimizer(parameters(step), config)
-        shard = data_rank(step), data_world(step)
-        losses: list[float] = []
-        norms: list[float] = []
-        evaluation: list[float] = []
-        tokens = config.batch * config.seq
-        bar = tqdm(total=config.steps, disable=not self.is_first, unit="step", dynamic_ncols=True)
-        steady = time.perf_counter()
-        for number in range(config.steps):
-            begin = time.perf_counter()
-            rate = set_learning_rate(optimizer, number, config)
-            recording = number == min(RECORDED_STEP, config.steps - 1)
-            timeline = Timeline()
-            with record(step) if recording else nullcontext(timeline) as timeline:
-                loss = step(*self._batch(corpus, "train", number, shard))
-            loss.backward()
-            norm = float(clip_grad_norm_(step, config.clip))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            norms.append(norm)
-            spent = time.perf_counter() - begin
-            if number == 0:
-                steady = time.perf_counter()  # the first step warms up
-            self._note(bar, number, losses[-1], norm, rate, tokens / spent, flops)
-            if recording:
-                self._draw(step, timeline)
-            if config.eval_every and (number + 1) % config.eval_every == 0:
-                paused = time.perf_counter()
-                evaluation.append(self._evaluate(step, corpus, shard))
-                steady += time.perf_counter() - paused
+        with self.progress.steps(config.steps) as show:
+            for number in range(config.steps):
+                rate = set_learning_rate(optimizer, number, config)
+                self._step(step, optimizer, corpus, number)
+                speed = config.batch * config.seq / history.seconds[-1]
+                shown = f"loss {history.losses[-1]:.3f}, {speed:,.0f} tokens/s, "
+                show(shown + f"{flops * speed / 1e9:.1f} GFLOP/s")
                 if self.folder is not None:
-                    self.folder.metric(step=number + 1, validation_loss=evaluation[-1])
-                self.say(f"step {number + 1}: validation {evaluation[-1]:.3f} nats per byte")
-        bar.close()
-        elapsed = time.perf_counter() - steady
-        return {
-            "losses": losses,
-            "norms": norms,
-            "evaluation": evaluation,
-            "tokens_per_s": tokens * max(config.steps - 1, 1) / elapsed,
-        }
+                    self.folder.metric(
+                        step=number + 1,
+                        loss=history.losses[-1],
+                        grad_norm=history.norms[-1],
+                        learning_rate=rate,
+                        tokens_per_s=speed,
+                        model_flops_per_s=flops * speed,
+                    )
+                self._check_finite(number)
+                if reference is not None and number + 1 == len(reference.losses):
+                    self._compare(reference)
+                is_last = number + 1 == config.steps
+                if config.eval_every and (is_last or (number + 1) % config.eval_every == 0):
+                    self._evaluate(step, corpus, number)
 
-    def _note(
-        self,
-        bar: Any,
-        number: int,
-        loss: float,
-        norm: float,
-        rate: float,
-        speed: float,
-        flops: float,
+    def _step(
+        self, step: Any, optimizer: torch.optim.Optimizer, corpus: Corpus, number: int
     ) -> None:
-        if self.folder is None:
-            return
-        shown = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {flops * speed / 1e9:.1f} GFLOP/s"
-        bar.set_postfix_str(shown, refresh=False)
-        bar.update()
-        self.folder.metric(
-            step=number + 1,
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens_per_s=speed,
-            model_flops_per_s=flops * speed,
-        )
+        begin = time.perf_counter()
+        is_recorded = number == min(RECORDED_STEP, self.config.steps - 1)
+        with record(step) if is_recorded else nullcontext(Timeline()) as timeline:
+            loss = step(*self._batch(corpus, "train", number))
+        loss.backward()
+        norm = clip_grad_norm_(step, self.config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.history.losses.append(loss.item())
+        self.history.norms.append(norm.item())
+        self.history.seconds.append(time.perf_counter() - begin)
+        if is_recorded:
+            merged = merge_ranks(timeline)
+            if self.folder is not None and merged is not None:
+                self.folder.keep_timeline(number + 1, explain(step), merged)
 
-    def _draw(self, step: Any, timeline: Timeline) -> None:
-        """Collect every rank's events; one machine's clocks agree."""
-        found: list[Any] = [None] * world_size()
-        if world_size() > 1:
-            dist.all_gather_object(found, timeline)
-        else:
-            found = [timeline]
-        if self.folder is not None:
-            self.folder.draw_timeline(explain(step), Timeline.merge(found))
+    def _check_finite(self, number: int) -> None:
+        """Every rank has the same loss and norm, so all stop together."""
+        loss, norm = self.history.losses[-1], self.history.norms[-1]
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise PiperError(
+                format_error(
+                    f"the loss or its gradient is no longer a number in step {number + 1}",
+                    {"loss": loss, "gradient norm": norm},
+                    hint="lower --lr, or raise --warmup; the run folder has the steps so far",
+                )
+            )
 
-    def _evaluate(self, step: Any, corpus: Corpus, shard: tuple[int, int]) -> float:
-        batches = range(self.config.eval_batches)
+    def _compare(self, reference: Reference) -> None:
+        history = self.history
+        history.difference = reference.max_relative_difference(history.losses, history.norms)
+        self.progress.say(verdict(history.difference, self.config, len(reference.losses)))
+
+    def _evaluate(self, step: Any, corpus: Corpus, number: int) -> None:
+        """The mean loss of the same held-out batches each time, by the same compiled model."""
         with torch.no_grad():
-            found = [float(step(*self._batch(corpus, "validation", i, shard))) for i in batches]
-        return sum(found) / len(found)
+            losses = [
+                step(*self._batch(corpus, "validation", i)).item()
+                for i in range(self.config.eval_batches)
+            ]
+        found = sum(losses) / len(losses)
+        self.history.validation.append(found)
+        if self.folder is not None:
+            self.folder.metric(step=number + 1, validation_loss=found)
+        self.progress.say(f"step {number + 1}: validation {found:.3f} nats per byte")
 
-    def _summary(self, result: dict[str, Any], difference: float | None) -> dict[str, Any]:
-        peaks = [peak_rss_mb()] * world_size()
-        if world_size() > 1:
-            dist.all_gather_object(peaks, peak_rss_mb())
-        losses: list[float] = result["losses"]
+    def _summary(self) -> dict[str, Any]:
+        peaks = gather(peak_rss_mb())
+        if self.folder is None or peaks is None:
+            return {}
+        config, history, say = self.config, self.history, self.progress.say
+        steady = history.seconds[1:] or history.seconds  # the first step warms up
         summary: dict[str, Any] = {
-            "loss_first": losses[0],
-            "loss_last": losses[-1],
-            "tokens_per_s": result["tokens_per_s"],
+            "loss_first": history.losses[0],
+            "loss_last": history.losses[-1],
+            "tokens_per_s": config.batch * config.seq * len(steady) / sum(steady),
             "peak_mb": max(peaks),
         }
-        if result["evaluation"]:
-            summary["validation_loss"] = result["evaluation"][-1]
-        if difference is not None:
-            summary["max_rel_diff"] = difference
-        if self.folder is not None:
-            self.folder.draw_losses()
-            self.folder.close()
-            self.say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}  {curve(losses)}")
-            self.say(f"run folder: {Path(self.config.out).resolve()}")
-        if not all(map(math.isfinite, losses)):
-            self.say("the loss is not finite: lower --lr")
+        if history.validation:
+            summary["validation_loss"] = history.validation[-1]
+        if history.difference is not None:
+            finite = math.isfinite(history.difference)
+            summary["max_rel_diff"] = history.difference if finite else None  # JSON has no Infinity
+        self.folder.write_summary(summary)
+        losses = history.losses
+        say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}  {curve(losses)}")
+        say(f"{summary['tokens_per_s']:,.0f} tokens/s, peak memory of a rank {max(peaks):,.0f} MB")
+        say(f"run folder: {self.folder.path.resolve()}")
         return summary
 
 
+def gather(value: Any) -> list[Any] | None:
+    """Every rank's value on rank 0; None on the others."""
+    if world_size() == 1:
+        return [value]
+    found: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, found, dst=0)
+    return found
+
+
+def merge_ranks(timeline: Timeline) -> Timeline | None:
+    """All ranks' events on rank 0's clock; None on other ranks.
+
+    On one machine the clocks agree. Between machines the moment at which all leave a barrier is
+    taken to be the same, which is right up to the time of a message.
+    """
+    if world_size() > 1:
+        dist.barrier()
+    found = gather((platform.node(), time.perf_counter(), timeline))
+    if found is None:
+        return None
+    here, now, _ = found[0]
+    offsets = [0.0 if node == here else now - then for node, then, _ in found]
+    return Timeline.merge([events for _, _, events in found], offsets)
+
+
+def check_same_text(corpus: Corpus) -> None:
+    """All ranks read the same files; each reads its own machine's.
+
+    Raises:
+        PiperError: They do not: their Pythons differ.
+    """
+    if world_size() == 1:
+        return
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, (corpus.fingerprint, platform.node(), platform.python_version()))
+    if len({fingerprint for fingerprint, _, _ in found}) > 1:
+        rows = {
+            f"rank {r}": f"{node}, Python {version}" for r, (_, node, version) in enumerate(found)
+        }
+        raise PiperError(
+            format_error(
+                "ranks read different text from their standard libraries",
+                rows,
+                hint="run all ranks with the same Python",
+            )
+        )
+
+
 def peak_rss_mb() -> float:
-    """The most memory this process ever held, imports included, in MB of 10^6 bytes."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        import resource
+    """The most memory this process ever held, imports included, in 10^6 bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 1e6
+    import resource  # not on every system
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # bytes on macOS
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024 / 1e6
-
-
-def _nothing(text: str) -> None:
-    """Ranks other than 0 say nothing."""
-
-
-def _stderr() -> Any:
-    import sys
-
-    return sys.stderr
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -96,8 +96,8 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, VOCAB, bias=False)
         cos, sin = rotary_table(config.seq, dim // config.heads)
-        self.register_buffer("cos", cos.float(), persistent=False)
-        self.register_buffer("sin", sin.float(), persistent=False)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
         self._init(config.layers)
         if config.tied_head:
             self.head.weight = self.embedding.weight

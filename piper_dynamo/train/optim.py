@@ -8,23 +8,26 @@ from torch import nn
 
 from piper_dynamo.train.config import Config
 
+FINAL_SHARE = 0.1  # of the peak rate, at the last step
+
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.optim.Optimizer:
-    """AdamW; one call per step for all parameters."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=(0.9, 0.95),
-        weight_decay=config.weight_decay,
-        foreach=True,
-    )
+    """AdamW; one call per step for all parameters. Norms' gains are not decayed."""
+    held = list(parameters)
+    groups = [
+        {"params": [p for p in held if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in held if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """The rate of a step, counted from 0."""
-    warm = min(1.0, (step + 1) / max(config.warmup, 1))
-    progress = min(1.0, step / max(config.steps, 1))
-    return config.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    """The rate of a step, counted from 0: `lr` when the warm-up is over, a tenth at the end."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(config.steps - 1 - config.warmup, 1)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return config.lr * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:

@@ -1,37 +1,127 @@
 """The run folder: what was asked, what was planned, what happened, as text and pictures.
 
-config.json   metrics.jsonl   loss.png   plan.txt   program_rank0.py ...   timeline.png   trace.json
+config.json     options, versions and data of the run
+plan.txt        summary and distributed graph         program_rank0.py ...  what each rank runs
+metrics.jsonl   a line per step and per evaluation    loss.png              the same as curves
+timeline.png    one step, predicted above measured    trace.json            measured, for Perfetto
+summary.json    the result, as `--json` prints it
 """
 
 import json
+import platform
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+import torch
+
+from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.ir.task import TaskName
 from piper_dynamo.lowering.simulate import Costs
 from piper_dynamo.planning import Plan
 from piper_dynamo.timeline import COMPUTE, Timeline, plot_timeline, to_chrome_trace
 from piper_dynamo.train.config import Config
+from piper_dynamo.train.data import Corpus
+
+FILES = (
+    "config.json",
+    "plan.txt",
+    "metrics.jsonl",
+    "loss.png",
+    "timeline.png",
+    "trace.json",
+    "summary.json",
+)
+
+
+def claim_folder(out: str | None) -> Path:
+    """Make the run folder and clear it of what an earlier run left.
+
+    Args:
+        out: The folder; None: a new one under `runs/`, named by the time.
+
+    Raises:
+        PiperError: It cannot be made or written to.
+    """
+    folder = Path(out) if out else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A run of fewer ranks, or one that stops early, must not leave an older run's files.
+        for path in [*(folder / name for name in FILES), *folder.glob("program_rank*.py")]:
+            path.unlink(missing_ok=True)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise PiperError(
+            format_error(
+                "the run folder cannot be written",
+                {"--out": folder, "why": error},
+                hint="name a folder that you may write to",
+            )
+        ) from error
+    return folder
 
 
 class RunFolder:
-    """Writes a run's files as they become known."""
+    """Writes a run's files as they become known, and the pictures at its end, however it ends."""
 
-    def __init__(self, config: Config) -> None:
-        self.path = Path(config.out)
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
-        self._metrics = (self.path / "metrics.jsonl").open("w")
+    def __init__(self, folder: Path) -> None:
+        """`folder` exists and is this run's; see `claim_folder`."""
+        self.path = folder
+        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._train: list[tuple[int, float]] = []
         self._validation: list[tuple[int, float]] = []
+        self._recorded: tuple[int, Plan, Timeline] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._metrics.close()
+        self._draw_losses()
+        self._draw_timeline()
+
+    def write_config(self, config: Config, corpus: Corpus) -> None:
+        """What was asked, and on what it runs."""
+        from piper_dynamo import __version__
+
+        self._write_json(
+            "config.json",
+            {
+                "options": config.as_dict(),
+                "data": {
+                    "files": corpus.files,
+                    "train_bytes": len(corpus.train),
+                    "validation_bytes": len(corpus.validation),
+                    "crc32": corpus.fingerprint,
+                },
+                "versions": {
+                    "piper": __version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                    "machine": platform.platform(),
+                },
+            },
+        )
 
     def write_plan(self, plan: Plan) -> None:
         """The plan's summary and graph, and each rank's program as the Python that runs."""
-        (self.path / "plan.txt").write_text(f"{plan.summary()}\n\n{plan.graph}\n")
+        text = f"{plan.summary()}\n\n{plan.graph}\n"
+        (self.path / "plan.txt").write_text(text, encoding="utf-8")
         for rank in range(plan.world_size):
-            (self.path / f"program_rank{rank}.py").write_text(str(plan.program(rank)))
+            path = self.path / f"program_rank{rank}.py"
+            path.write_text(str(plan.program(rank)), encoding="utf-8")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """The result."""
+        self._write_json("summary.json", summary)
 
     def metric(self, **values: Any) -> None:
         """One line of metrics.jsonl."""
@@ -42,37 +132,44 @@ class RunFolder:
         if "validation_loss" in values:
             self._validation.append((values["step"], values["validation_loss"]))
 
-    def draw_losses(self) -> None:
-        """The loss curve."""
+    def keep_timeline(self, step: int, plan: Plan, measured: Timeline) -> None:
+        """A step's timeline of all ranks; drawn at the end, while no rank waits for it."""
+        self._recorded = (step, plan, measured.shifted_to_zero())
+
+    def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        (self.path / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def _draw_losses(self) -> None:
+        if not self._train:
+            return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axis = figure.subplots()
-        axis.plot(*zip(*self._train, strict=True), label="training", linewidth=1)
+        alone = "o" if len(self._train) == 1 else "-"  # one point makes no line
+        axis.plot(*zip(*self._train, strict=True), alone, label="training", linewidth=1)
         if self._validation:
             axis.plot(*zip(*self._validation, strict=True), "o-", label="validation", markersize=4)
         axis.set_xlabel("step")
-        axis.set_ylabel("nats per byte")
+        axis.set_ylabel("loss (nats per byte)")
         axis.grid(alpha=0.3)
         axis.legend()
         figure.savefig(self.path / "loss.png", dpi=120)
 
-    def draw_timeline(self, plan: Plan, measured: Timeline) -> None:
-        """The measured timeline of one step under the predicted one, and as a trace."""
-        measured = measured.shifted_to_zero()
+    def _draw_timeline(self) -> None:
+        if self._recorded is None:
+            return
+        step, plan, measured = self._recorded
         predicted = plan.simulate(measured_costs(measured)).timeline
         plot_timeline(
-            {"predicted from the mean time of each task": predicted, "measured": measured},
+            {"predicted, from the mean time of each task": predicted, "measured": measured},
             self.path / "timeline.png",
             unit="s",
+            title=f"step {step}",
         )
         to_chrome_trace(measured, self.path / "trace.json")
-
-    def close(self) -> None:
-        """Finish the files."""
-        self._metrics.close()
 
 
 def measured_costs(timeline: Timeline) -> Costs:
@@ -91,13 +188,13 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 
 def curve(values: Sequence[float], width: int = 40) -> str:
-    """A loss curve in one line of text."""
+    """A loss curve in one line of text, the last value included."""
     if not values:
         return ""
-    marks = "█▇▆▅▄▃▂▁"
+    marks = "▁▂▃▄▅▆▇█"
     low, high = min(values), max(values)
-    picked = (
-        [values[i * len(values) // width] for i in range(width)] if len(values) > width else values
-    )
+    last = len(values) - 1
+    count = min(len(values), width)
+    picked = [values[i * last // max(count - 1, 1)] for i in range(count)]
     scale = (len(marks) - 1) / max(high - low, 1e-12)
-    return "".join(marks[round((high - v) * scale)] for v in picked)
+    return "".join(marks[round((v - low) * scale)] for v in picked)
