@@ -47,10 +47,13 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 train: $(READY)
-	$(PY) -m piper_dynamo train --out $(OUT) $(ARGS)
+	@$(PY) -m piper_dynamo train --out $(OUT) $(ARGS)
 
 test: lint
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY)
+	$(PY) -m pytest -m slow $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

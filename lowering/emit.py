@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperSyntaxError
 from piper_dynamo.ir.program import Instr, Op, RankProgram
-from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.spec import TensorSpec, show_bytes
 from piper_dynamo.ir.task import TaskName
 
 
@@ -75,7 +75,7 @@ def _head(program: RankProgram) -> list[str]:
         regions or "one region",
         f"{microbatches} microbatch{'es' if microbatches != 1 else ''}",
         f"streams: {', '.join(streams)}",
-        f"peak {program.peak_bytes / 2**20:.1f} MiB",
+        f"peak {show_bytes(program.peak_bytes)}",
     ]
     return ["# " + " · ".join(parts), ""]
 

@@ -121,7 +121,7 @@ class Order:
                     groups.append(list(dict.fromkeys(found)))
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
-            faults += _left_out(order, groups, nodes)
+            faults += _left_out(order, groups, nodes, dag.num_microbatches)
             for before, after in pairwise(groups):
                 dag.orders += [(a, b, order.where) for a in before for b in after if a is not b]
         if faults:
@@ -166,7 +166,9 @@ def _doubled(order: Any, groups: list[list[Node]]) -> list[str]:
     return faults
 
 
-def _left_out(order: Any, groups: list[list[Node]], nodes: list[Node]) -> list[str]:
+def _left_out(
+    order: Any, groups: list[list[Node]], nodes: list[Node], num_microbatches: int
+) -> list[str]:
     """An order that names a region's pass for some microbatches names it for all that are there.
 
     Leaving a pass out altogether is fine: it runs when it can. Leaving out one microbatch of many
@@ -193,7 +195,8 @@ def _left_out(order: Any, groups: list[list[Node]], nodes: list[Node]) -> list[s
     shown = ", ".join(slips[:6]) + (f" and {len(slips) - 6} more" if len(slips) > 6 else "")
     return [
         f"{order.where}: leaves out {shown}, though it names the same pass of other microbatches\n"
-        "  hint  name a pass for all microbatches, or for none"
+        f"  hint  the batch is split into {num_microbatches}; is the schedule made for as many? "
+        "Name a pass for all microbatches, or for none"
     ]
 
 

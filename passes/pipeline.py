@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch.fx.node import Node
 
-from piper_dynamo.errors import PiperStrategyError
+from piper_dynamo.errors import PiperPlanError, PiperStrategyError
 from piper_dynamo.ir.graph import Dag, is_pick, print_dag, producer, task_of
 from piper_dynamo.ir.task import Kind, TaskName
 
@@ -32,7 +32,12 @@ class GraphPass(Protocol):
 
 
 def run_passes(
-    dag: Dag, passes: Sequence[GraphPass], *, check_values: Callable[[Dag], None] | None = None
+    dag: Dag,
+    passes: Sequence[GraphPass],
+    *,
+    check_values: Callable[[Dag], None] | None = None,
+    done: int = 0,
+    total: int | None = None,
 ) -> None:
     """Apply `passes` in order.
 
@@ -40,11 +45,15 @@ def run_passes(
         dag: The one-microbatch DAG; rewritten in place.
         passes: What to apply.
         check_values: Called after each pass at level 3 until tasks have devices.
+        done: How many passes ran before, where the list comes in parts.
+        total: How many there are in all.
     """
     level = verify_level()
     folder = os.environ.get("PIPER_DUMP")
-    _dump(folder, 0, "captured", dag)
-    for number, one in enumerate(passes, start=1):
+    total = total or len(passes)
+    if not done:
+        _dump(folder, 0, "captured", dag)
+    for number, one in enumerate(passes, start=done + 1):
         before = len(dag.graph.nodes)
         start = time.perf_counter()
         one(dag)
@@ -52,7 +61,7 @@ def run_passes(
         log.info(
             "[%d/%d %s] %.1f ms  nodes %d -> %d",
             number,
-            len(passes),
+            total,
             one.name,
             spent,
             before,
@@ -64,7 +73,10 @@ def run_passes(
         if level >= 2:
             check_names(dag, one.name)
         if level >= 3 and check_values is not None and not _placed(dag):
-            check_values(dag)
+            try:
+                check_values(dag)
+            except PiperPlanError as error:
+                raise PiperPlanError(f"after {one.name}: {error}") from error
 
 
 def verify_level() -> int:

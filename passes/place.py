@@ -71,6 +71,7 @@ class Place:
                 )
             return faults
         used = [False] * len(self._placements)
+        homeless: dict[str, str] = {}
         for node in tasks:
             task = task_of(node)
             assert task.name is not None
@@ -84,7 +85,7 @@ class Place:
                 labels = " and ".join(self._placements[i].label for i in matched)
                 faults.append(f"{task.name} is placed twice: {labels}")
             elif not matched:
-                faults.append(f"{task.name} is placed nowhere ({task.where or 'no source line'})")
+                homeless.setdefault(str(task.name.region), task.where or "no source line")
             else:
                 node.meta["task"] = replace(task, devices=self._placements[matched[0]].devices)
         for i, placement in enumerate(self._placements):
@@ -97,6 +98,7 @@ class Place:
                 )
             if not used[i]:
                 faults.append(f"{placement.label} " + describe_miss(placement.filter, dag))
+        faults += [f"{region} is placed nowhere ({line})" for region, line in homeless.items()]
         if not faults:
             faults += self._check_groups(tasks)
         return _merge_repeats(faults)

@@ -1,5 +1,6 @@
 """Selecting tasks by filter, and what to say when a filter matches nothing."""
 
+import difflib
 from typing import Any
 
 from torch.fx.node import Node
@@ -29,7 +30,9 @@ def describe_miss(wanted: Any, dag: Dag) -> str:
     for tag, value in wanted.items:
         if tag not in have:
             known = ", ".join(sorted(have)) or "none"
-            reasons.append(f"no task has the tag {tag!r}; there are: {known}")
+            near = difflib.get_close_matches(tag, sorted(have), n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            reasons.append(f"no task has the tag {tag!r}{meant} (there are: {known})")
         elif not any(wanted.allows(tag, v) for v in have[tag]):
             values = sorted(have[tag], key=str)
             shown = ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")

@@ -16,8 +16,7 @@ from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     TensorifyScalarRestartAnalysis,
-    Unsupported,
-    UserError,
+    TorchDynamoException,
 )
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -36,8 +35,7 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "TensorifyScalarRestartAnalysis",
-    "Unsupported",
-    "UserError",
+    "TorchDynamoException",
     "annotate",
     "assume_constant_result",
     "aten_backend",

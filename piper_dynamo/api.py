@@ -163,7 +163,12 @@ def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(inner, PiperError):
             raise inner.with_traceback(inner.__traceback__) from None
         raise
-    except (compat.Unsupported, compat.UserError) as error:
+    except compat.TorchDynamoException as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, PiperError):
+                raise cause from None
+            cause = cause.__cause__
         raise PiperCaptureError(_dynamo_text(error)) from error
 
 
@@ -176,7 +181,11 @@ def _dynamo_text(error: Exception) -> str:
         if places
         else "unknown line"
     )
-    return graph_break(at.split(", in ")[0], lines[0] if lines else type(error).__name__)
+    why = lines[0] if lines else type(error).__name__
+    context = [line.split(":", 1)[1] for line in lines if "Developer debug context:" in line]
+    if context and context[0].strip():
+        why = f"{why}: {context[0].strip()}"
+    return graph_break(at.split(", in ")[0], why)
 
 
 def loss_index(output: Any, wanted: Any) -> int:

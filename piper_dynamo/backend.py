@@ -96,7 +96,7 @@ def _refuse_stores() -> None:
             format_error(
                 "forward assigns a new tensor to an attribute of the module",
                 {"attributes": ", ".join(f"self.{name}" for name in stored)},
-                hint="update buffers in place, e.g. self.ema.copy_(...)",
+                hint="update buffers in place: self.ema.copy_(...), self.calls.add_(1), not +=",
             )
         )
 

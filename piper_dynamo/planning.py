@@ -22,6 +22,7 @@ from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, print_dag, task_of
 from piper_dynamo.ir.joint import Arg, ArgKind, Capture
 from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
@@ -195,18 +196,11 @@ class Plan:
         return self.summary()
 
 
-def show_bytes(nbytes: float) -> str:
-    """Bytes with a unit that reads well."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
-
-
 def _many(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}" + (plural if count != 1 else "")
 
+
+NUM_PASSES = 6  # of the table in docs/how-it-works.md; the second part needs the split DAG
 
 _templates: dict[tuple[Any, ...], Template] = {}
 
@@ -336,7 +330,7 @@ def make_plan(
     first: list[GraphPass] = [
         Split(split.num_microbatches, dims, weight_per_microbatch=per_microbatch)
     ]
-    run_passes(dag, first, check_values=check)
+    run_passes(dag, first, check_values=check, total=NUM_PASSES)
     placements = [
         Placement(filter=p.filter, devices=tuple(p.devices), label=f"{p!r} at {p.where}")
         for p in strategy.of(PlaceDirective)
@@ -348,7 +342,7 @@ def make_plan(
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),
     ]
-    run_passes(dag, rest, check_values=check)
+    run_passes(dag, rest, check_values=check, done=len(first), total=NUM_PASSES)
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
     programs = lower_all(dag, world_size)

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,9 +23,10 @@ import torch.multiprocessing as mp
 
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
 from piper_dynamo.runtime import local
-from piper_dynamo.runtime.comm import Communicator, TorchCommunicator
+from piper_dynamo.runtime.comm import FOREVER_S, Communicator, TorchCommunicator
 
 ENGINES = ("local", "torchrun", "inprocess")
+MEETING_S = 60.0
 GRACE_S = 5.0  # how long other ranks may take to end after the first failure
 
 _torch_comm: TorchCommunicator | None = None
@@ -37,6 +39,7 @@ def communicator(timeout_s: float) -> Communicator:
     comm: Communicator | None = local.current()
     if comm is not None:
         return comm
+    _join_torchrun(timeout_s)
     if dist.is_available() and dist.is_initialized():
         if _torch_comm is None or _torch_comm.group is not dist.group.WORLD:
             _torch_comm = TorchCommunicator(timeout_s)
@@ -45,6 +48,18 @@ def communicator(timeout_s: float) -> Communicator:
     if _alone is None:
         _alone = local.LocalCommunicator(local.LocalWorld(1), 0)
     return _alone
+
+
+def _join_torchrun(timeout_s: float) -> None:
+    """Ranks that torchrun started find each other, whether the script asks for it or not."""
+    started = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    if started and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=_meeting_time(timeout_s))
+
+
+def _meeting_time(timeout_s: float) -> timedelta:
+    """How long ranks may take to meet: importing torch is slow on a busy machine."""
+    return timedelta(seconds=min(max(timeout_s, MEETING_S), FOREVER_S))
 
 
 def rank() -> int:
@@ -111,7 +126,7 @@ def _join(fn: Callable[[], Any], ranks: int, timeout_s: float) -> Any:
         )
     started = not dist.is_initialized()
     if started:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("gloo", timeout=_meeting_time(timeout_s))
     try:
         return fn()
     finally:
@@ -164,11 +179,12 @@ def _body(
         MASTER_PORT=str(port),
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
     # Ranks share the cores: one compute thread each unless the user says otherwise.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         dist.init_process_group(
-            "gloo", rank=rank_, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+            "gloo", rank=rank_, world_size=ranks, timeout=_meeting_time(timeout_s)
         )
         value = fn()
         dist.barrier()
@@ -180,6 +196,13 @@ def _body(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # peers may be waiting in gloo; a normal exit would wait for them
+
+
+def _leave_with_parent(parent: int) -> None:
+    """No rank outlives the process that started it, however that one ends."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _collect(processes: list[Any], results: list[Connection]) -> list[Any]:

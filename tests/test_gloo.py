@@ -302,6 +302,10 @@ def boom() -> None:
     raise ValueError("boom")
 
 
+def idle() -> None:
+    """Start and end."""
+
+
 def raising() -> None:
     failing(boom)
 
@@ -327,10 +331,13 @@ def test_launch_tells_the_first_failure_in_time(
     job: Callable[[], None], words: tuple[str, ...]
 ) -> None:
     start = time.monotonic()
+    piper.launch(idle, 2, engine="local")
+    starting = time.monotonic() - start  # imports alone take long where others use the cores
+    start = time.monotonic()
     text = jobs.refusal(lambda: piper.launch(job, 2, engine="local", timeout_s=6.0))
     seconds = time.monotonic() - start
     jobs.mentions(text, *words)
-    assert seconds < 35, f"told after {seconds:.0f} s:\n{text}"
+    assert seconds < 25 + 3 * starting, f"told after {seconds:.0f} s:\n{text}"
 
 
 def test_launch_refuses_what_it_cannot_send() -> None:

@@ -66,7 +66,7 @@ def text(plan: Plan, rank: int) -> str:
 def test_heading(plans: dict[str, Plan]):
     program = str(plans["interleaved"].program(1))
     assert program.startswith(
-        "# rank 1 of 2 · PP=1,3 · 4 microbatches · streams: compute, recv, send · peak 0.0 MiB\n\n"
+        "# rank 1 of 2 · PP=1,3 · 4 microbatches · streams: compute, recv, send · peak 984 B\n\n"
     )
     assert "· PP=0,1 · 4 microbatches · streams: compute · " in str(plans["alone"].program(0))
 

@@ -9,6 +9,7 @@ runtime runs. The text form of an instruction is strict: `Instr.parse(str(i)) ==
 """
 
 import json
+import re
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -122,12 +123,12 @@ class Instr:
             if not brace or not paren or not inside.endswith(")"):
                 raise ValueError("expected 'outputs = op(inputs) {...}'")
             extra = {k: _rich(k, v) for k, v in json.loads("{" + tail).items()}
-            instr = cls(
-                op=Op(op),
-                outputs=tuple(left.split(", ")) if equals else (),
-                inputs=tuple(inside[:-1].split(", ")) if inside != ")" else (),
-                **extra,
-            )
+            outputs = tuple(left.split(", ")) if equals else ()
+            inputs = tuple(inside[:-1].split(", ")) if inside != ")" else ()
+            wrong = [reg for reg in (*outputs, *inputs) if not _REGISTER.fullmatch(reg)]
+            if wrong:
+                raise ValueError(f"{wrong[0]!r} is no register")
+            instr = cls(op=Op(op), outputs=outputs, inputs=inputs, **extra)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PiperSyntaxError(f"not an instruction: {text!r} ({error})") from error
         if str(instr) != text:
@@ -142,13 +143,35 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+_REGISTER = re.compile(r"\w+")
+_NUMBERS = ("num_primals", "peer", "message", "part", "parts", "dim")
+_LISTS = ("group", "nbytes", "seed")
+
+
 def _rich(key: str, value: Any) -> Any:
+    """A field's value from JSON; the types are exactly those that printing gives."""
     if key == "spec":
         shape, dtype, stride, device = value
-        return TensorSpec(
-            shape=tuple(shape), dtype=getattr(torch, dtype), stride=tuple(stride), device=device
-        )
-    return tuple(value) if isinstance(value, list) else value
+        found = getattr(torch, dtype)
+        if not isinstance(found, torch.dtype) or not isinstance(device, str):
+            raise ValueError(f"{value!r} is no spec")
+        return TensorSpec(shape=_ints(shape), dtype=found, stride=_ints(stride), device=device)
+    if key in _NUMBERS:
+        return _ints([value])[0]
+    if key in _LISTS:
+        found = _ints(value)
+        if key == "seed" and len(found) != 2:
+            raise ValueError(f"{value!r} is no seed: a microbatch and a region")
+        return found
+    if not isinstance(value, str):
+        raise TypeError(f"{key} is a text, not {value!r}")
+    return value
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(v) is int for v in values):
+        raise TypeError(f"{values!r} is no list of whole numbers")
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

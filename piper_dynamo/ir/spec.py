@@ -69,6 +69,15 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
+def show_bytes(nbytes: float) -> str:
+    """Bytes with a unit that reads well."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
 def user_line(node: Node | None) -> str:
     """`file:line` of the user's code that made a node, or an empty text."""
     trace = node.meta.get("stack_trace") if node is not None else None

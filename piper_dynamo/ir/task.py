@@ -117,8 +117,11 @@ class TaskName:
             assert one is not None
             tags.append((one[1], int(one[2])))
         mb = tags.pop()[1] if tags and tags[-1][0] == "MB" else None
-        if any(name == "MB" for name, _ in tags):
-            raise PiperSyntaxError(f"not a task: {text!r}; MB comes once, last")
+        names = [name for name, _ in tags]
+        if len(set(names)) < len(names) or not all(map(is_tag_name, names)):
+            raise PiperSyntaxError(
+                f"not a task: {text!r}; each tag comes once; MB comes once, last; PASS is none"
+            )
         task = cls(
             which=Pass(match[1]),
             region=RegionId(tags=tuple(tags), visit=int(match[3] or 0)),

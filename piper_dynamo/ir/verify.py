@@ -86,10 +86,11 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
 
 
 def _check_sums(programs: Sequence[RankProgram]) -> list[str]:
-    """A partial gradient becomes the sum it is added to: nobody else may read or send it."""
+    """What a chunk makes is used; a partial gradient by its sum alone, which it becomes."""
     faults = []
     for program in programs:
         readers: dict[str, int] = {}
+        results = program.results()
         for instr in program.instrs:
             for reg in instr.reads() if instr.op is not Op.FREE else ():
                 readers[reg] = readers.get(reg, 0) + 1
@@ -97,6 +98,10 @@ def _check_sums(programs: Sequence[RankProgram]) -> list[str]:
             if instr.op is Op.ACCUMULATE and readers[instr.inputs[-1]] > 1:
                 at = where(programs, program.rank, index)
                 faults.append(f"{at}: {instr.inputs[-1]!r} is added in place, but read elsewhere")
+            for reg in instr.writes() if instr.op is Op.RUN else ():
+                if reg not in readers and reg not in results and reg != "_":
+                    at = where(programs, program.rank, index)
+                    faults.append(f"{at}: {reg!r} is made and never used")
     return faults
 
 
