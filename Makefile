@@ -20,12 +20,13 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test lint format clean
+.PHONY: help env train test test-slow lint format clean
 
 help:
 	@echo "make env     create $(VENV) with everything that Piper and its tests need"
 	@echo "make train   train the example model: two pipeline ranks, real text (ARGS=... to piper train)"
-	@echo "make test    lint, then all tests (ARGS=... to pytest)"
+	@echo "make test    lint, then the tests (ARGS=... to pytest)"
+	@echo "make test-slow   the wide sweeps"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make clean   remove $(VENV), caches and build output; runs/ stays"

@@ -18,7 +18,7 @@ def write_files(folder: Path, count: int = 60) -> dict[str, bytes]:
     files = {}
     for number in range(count):
         name = f"{'package/' if number % 2 else ''}module_{number:02}.py"
-        files[name] = f"value_{number} = {number}\n".encode() * 40
+        files[name] = f"value_{number} = {number}\n".encode() * 120
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(files[name])
     return files

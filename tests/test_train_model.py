@@ -166,8 +166,9 @@ def test_layers_are_spread_over_the_stages(layers: int, schedule: str, pp: int, 
     assert config.stages == max(want) + 1
 
 
-@pytest.mark.parametrize("tied_head", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1", "zbv"])
+@pytest.mark.parametrize(
+    ("schedule", "tied_head"), [("gpipe", False), ("one_f_one_b", True), ("zbv", False)]
+)
 def test_pipelined_steps_equal_one_process(schedule: str, tied_head: bool):
     """The job's model, strategy, optimizer and clipping over in-process ranks."""
     config = small(schedule=schedule, tied_head=tied_head, steps=3, warmup=0, clip=0.1)
@@ -227,7 +228,7 @@ def test_gains_are_not_decayed():
 
 def test_learns_what_is_easy():
     """The next byte is one more than this one: soon far below the first loss."""
-    config = small(lr=1e-2, warmup=2, steps=30, dtype="float32")
+    config = small(lr=1e-2, warmup=2, steps=60, dtype="float32")
     model = build(config)
     optimizer = make_optimizer(model.parameters(), config)
     losses = []

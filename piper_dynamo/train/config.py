@@ -75,9 +75,8 @@ class Config:
             PiperStrategyError: Lists every fault.
         """
         numbers = self._number_faults()
-        names = self._name_faults()
-        shapes = [] if numbers else self._shape_faults(known_schedule=not names)
-        faults = [*numbers, *names, *shapes]
+        # Shapes are worked out from the numbers.
+        faults = [*numbers, *self._name_faults(), *([] if numbers else self._shape_faults())]
         if faults:
             raise PiperStrategyError(join_faults("this job cannot be run", faults))
 
@@ -110,7 +109,7 @@ class Config:
             if value not in known
         ]
 
-    def _shape_faults(self, *, known_schedule: bool) -> list[str]:
+    def _shape_faults(self) -> list[str]:
         faults = []
         if self.ranks not in (None, self.pp):
             faults.append(
@@ -128,7 +127,7 @@ class Config:
             )
         if self.heads % self.kv_heads:
             faults.append(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
-        if known_schedule:
+        if self.schedule in SCHEDULES:
             faults += self._schedule_faults()
         return faults
 

@@ -1,0 +1,322 @@
+"""`piper train`: what it refuses, what it shows, and one run over two real processes."""
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import piper_dynamo as piper
+from piper_dynamo.cli import main
+from piper_dynamo.schedules import SCHEDULES
+from piper_dynamo.timeline import Event, Timeline
+from piper_dynamo.train import job, progress, report
+from piper_dynamo.train.config import Config, schedule_name
+from piper_dynamo.train.data import Corpus
+from piper_dynamo.train.progress import Progress
+from tests.source_tree import ROOT
+from tests.test_train_data import counting
+
+TINY = "--dim 16 --layers 4 --heads 2 --kv-heads 1 --seq 16 --batch 4 --microbatches 2"
+
+
+def refusal(*arguments: str) -> str:
+    """What `piper train` says when it refuses its options."""
+    result = CliRunner().invoke(main, ["train", *arguments])
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    return result.stderr
+
+
+# Refusals: in this process, before any other starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        (
+            "--batch 6",
+            "--batch 6 does not divide into --microbatches 4; numbers that do: 1, 2, 3, 6",
+        ),
+        (
+            "--layers 1",
+            "--layers is 1, fewer than the 2 stages of --schedule one_f_one_b on --pp 2",
+        ),
+        ("--schedule zbv --layers 3", "--layers is 3, fewer than the 4 stages of --schedule zbv"),
+        ("--heads 4 --kv-heads 3", "--heads 4 must be a multiple of --kv-heads 3"),
+        ("--dim 36", "--dim 36 must be a multiple of 2 x --heads 4"),
+        ("--ranks 3", "--ranks is 3, but --pp 2 needs 2"),
+        ("--schedule gpip", "--schedule is 'gpip'; did you mean gpipe? choose one of gpipe, one_f"),
+        ("--compile eager", "--compile is 'eager'; choose one of aten, inductor"),
+        ("--dtype float16", "--dtype is 'float16'; did you mean float64? choose one of float32"),
+        ("--microbatches 0", "--microbatches is 0; give a number of at least 1"),
+        ("--pp 0", "--pp is 0; give a number of at least 1"),
+        ("--steps 0", "--steps is 0"),
+        ("--seed -1", "--seed is -1; give a number of at least 0"),
+        ("--seed 9223372036854775808", "give a number below 2^63"),
+        ("--lr 0", "--lr is 0.0; give a number above 0"),
+        ("--lr nan", "--lr is nan"),
+        ("--clip -1", "--clip is -1.0"),
+        ("--timeout-s inf", "--timeout-s is inf"),
+        ("--weight-decay -0.1", "--weight-decay is -0.1; give 0 or a number above"),
+        ("--schedule dualpipev --microbatches 2", "must be a whole number of at least 4"),
+        ("--steps many", "'many' is not a valid integer"),
+        ("--stepz 3", "No such option"),
+    ],
+)
+def test_refuses(arguments: str, want: str):
+    assert want in refusal(*arguments.split())
+
+
+def test_refuses_all_at_once():
+    text = refusal("--batch", "6", "--heads", "3", "--compile", "fast", "--layers", "1")
+    assert text.startswith("piper: this job cannot be run\n")
+    for flag in ("--batch 6", "--dim 128", "--compile", "--layers", "--heads 3"):
+        assert flag in text
+
+
+def test_refuses_a_run_folder_that_is_a_file(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(main, ["train", "--out", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert "the run folder cannot be written" in result.stderr
+
+
+def test_help_shows_every_option_with_its_default():
+    text = CliRunner().invoke(main, ["train", "--help"]).output
+    for name, value in Config().as_dict().items():
+        assert "--" + name.replace("_", "-") in text
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            assert f"default: {value}" in " ".join(text.split())
+
+
+def test_names_of_schedules():
+    assert schedule_name("1f1b") == schedule_name("1F1B") == "one_f_one_b"
+    assert schedule_name("zb-h1") == "zb_h1"
+    assert [schedule_name(name) for name in SCHEDULES] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_every_schedule_has_a_strategy(schedule: str, pp: int):
+    config = Config(schedule=schedule, pp=pp, layers=8, microbatches=8)
+    places = config.strategy().of(piper.Place)
+    assert len(places) == config.stages
+    assert {rank for place in places for rank in place.devices} == set(range(pp))
+
+
+# The run folder
+
+
+def test_a_new_folder_is_named_by_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    folder = report.claim_folder(None)
+    assert folder.parent.name == "runs"
+    assert folder.is_dir()
+
+
+def test_a_run_replaces_an_older_one_and_nothing_else(tmp_path: Path):
+    for name in ("program_rank7.py", "timeline.png", "summary.json", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    report.claim_folder(str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "notes.txt"}
+
+
+def test_a_run_that_fails_leaves_its_losses(tmp_path: Path):
+    folder = report.RunFolder(report.claim_folder(str(tmp_path)))
+    folder.metric(step=1, loss=5.5)
+    with pytest.raises(KeyboardInterrupt), folder:
+        raise KeyboardInterrupt
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 5.5}
+    assert not (tmp_path / "timeline.png").exists()
+
+
+def event(name: str, seconds: float) -> Event:
+    kind = name.partition(".")[0]
+    return Event(rank=0, stream="compute", name=name, kind=kind, start_s=1.0, end_s=1 + seconds)
+
+
+def test_costs_are_mean_times_of_a_regions_pass():
+    events = [event("F.PP0.MB0", 1), event("F.PP0.MB1", 3), event("B.PP1.MB0", 5)]
+    cost = report.measured_costs(Timeline(events)).of
+    assert cost is not None
+    parse = report.TaskName.parse
+    assert [cost(parse(f"{task}.MB9")) for task in ("F.PP0", "B.PP1", "F.PP1")] == [2, 5, 0]
+
+
+def test_curve_in_one_line():
+    assert report.curve([]) == ""
+    assert report.curve([3.0]) == "▁"
+    assert report.curve([2.0, 1.0]) == "█▁"
+    long = report.curve([float(i) for i in range(1000)])
+    assert len(long) == 40
+    assert (long[0], long[-1]) == ("▁", "█")
+
+
+# Progress
+
+
+class Terminal(io.StringIO):
+    """Text that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_other_ranks_show_nothing():
+    file = Terminal()
+    shown = Progress(is_shown=False, file=file)
+    with shown.phase("planning"), shown.steps(2) as step:
+        step("loss 1")
+        shown.say("text")
+    assert file.getvalue() == ""
+
+
+def test_a_log_gets_whole_lines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "LOG_TICK_S", 0.02)
+    file = io.StringIO()
+    shown = Progress(is_shown=True, file=file)
+    with shown.phase("planning"):
+        while "so far" not in file.getvalue():
+            pass
+    monkeypatch.setattr(progress, "LOG_TICK_S", 1e9)
+    with shown.steps(200) as step:
+        for number in range(200):
+            step(f"loss {number}")
+    text = file.getvalue()
+    assert "\r" not in text
+    lines = [line.partition("] ")[2] for line in text.splitlines()]
+    assert lines[0] == "planning"
+    assert lines[1] == "... planning: 0 s so far"
+    assert lines[-2].startswith("step 1 of 200: loss 0, ")
+    assert lines[-1] == "step 200 of 200: loss 199, 0:00 left"
+
+
+def test_a_terminal_gets_a_bar_and_a_clock(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "TICK_S", 0.02)
+    file = Terminal()
+    shown = Progress(is_shown=True, file=file)
+    with shown.phase("planning"):
+        while "planning: 0 s" not in file.getvalue():
+            pass
+    assert file.getvalue().endswith(progress.CLEAR)
+    with shown.steps(3) as step:
+        for number in range(3):
+            step(f"loss {number}")
+    assert "3/3" in file.getvalue()
+    assert "loss 2" in file.getvalue()
+
+
+# The loop
+
+
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> dict[str, Any]:
+    """A job of one rank in this process, on a small text."""
+    monkeypatch.setattr(job, "read_corpus", counting)
+    options: dict[str, Any] = {
+        "pp": 1, "dim": 16, "heads": 2, "kv_heads": 1, "layers": 1, "seq": 16, "batch": 4,
+        "microbatches": 2, "steps": 2, "out": str(tmp_path), **changed,
+    }  # fmt: skip
+    return job.run_rank(Config(**options))
+
+
+def test_stops_when_the_loss_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(piper.PiperError, match="no longer a number in step 2") as caught:
+        alone(tmp_path, monkeypatch, lr=1e30, warmup=0, weight_decay=1e10, steps=5)
+    assert "lower --lr" in str(caught.value)
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_refuses_rows_longer_than_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(piper.PiperError, match="a row of 2000 tokens does not fit"):
+        alone(tmp_path, monkeypatch, seq=2000)
+
+
+def test_one_step_without_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    summary = alone(tmp_path, monkeypatch, steps=1, eval_every=0)
+    assert summary["loss_first"] == summary["loss_last"]
+    assert summary["tokens_per_s"] > 0
+    assert "validation_loss" not in summary
+    assert (tmp_path / "timeline.png").exists()
+
+
+def test_ranks_with_other_text_are_told(monkeypatch: pytest.MonkeyPatch):
+    corpus: Corpus = counting()
+
+    def gather(found: list[Any], mine: tuple[int, str, str]) -> None:
+        found[:] = [mine, (1, "other", "3.12.1")]
+
+    monkeypatch.setattr(job, "world_size", lambda: 2)
+    monkeypatch.setattr(job.dist, "all_gather_object", gather)
+    with pytest.raises(piper.PiperError, match=r"rank 1 +other, Python 3\.12\.1"):
+        job.check_same_text(corpus)
+
+
+def test_clocks_of_other_machines_are_moved(monkeypatch: pytest.MonkeyPatch):
+    def gather(mine: tuple[str, float, Timeline]) -> list[Any]:
+        here, now, timeline = mine
+        late = Timeline([event("F.PP1.MB0", 1)]).shifted(1000)
+        return [(here, now, timeline), (here, now + 5, timeline), ("other", now + 1000, late)]
+
+    monkeypatch.setattr(job, "gather", gather)
+    merged = job.merge_ranks(Timeline([event("F.PP0.MB0", 1)]))
+    assert merged is not None
+    assert [e.start_s for e in merged.events] == pytest.approx([1, 1, 1])
+
+
+# Two processes
+
+
+def run(*arguments: str, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(
+        [sys.executable, "-m", "piper_dynamo", "train", *TINY.split(), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.dist(2)
+def test_two_ranks_equal_one_process(tmp_path: Path):
+    done = run("--steps", "5", "--eval-every", "2", "--compare", "--json", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert result["max_rel_diff"] < 1e-6
+    assert result["loss_first"] == pytest.approx(math.log(256), rel=0.05)
+    assert result["tokens_per_s"] > 0
+    assert 50 < result["peak_mb"] < 10_000
+    assert "equal to one process: max difference" in done.stderr
+    assert done.stderr.count("capturing, planning and compiling") >= 1
+    assert done.stderr.count("run folder:") == 1  # rank 0 alone speaks
+
+    assert {p.name for p in tmp_path.iterdir()} == {
+        *report.FILES,
+        "program_rank0.py",
+        "program_rank1.py",
+    }
+    assert json.loads((tmp_path / "summary.json").read_text()) == result
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["options"]["dim"] == 16
+    assert config["data"]["train_bytes"] > 1e6
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [one for one in lines if "loss" in one]
+    assert [one["step"] for one in steps] == [1, 2, 3, 4, 5]
+    assert [one["step"] for one in lines if "validation_loss" in one] == [2, 4, 5]
+    assert (steps[0]["loss"], steps[-1]["loss"]) == (result["loss_first"], result["loss_last"])
+    compile((tmp_path / "program_rank1.py").read_text(), "program_rank1.py", "exec")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tasks = [e["name"] for e in trace if e.get("cat") in ("F", "B")]
+    assert sorted(tasks) == sorted(
+        f"{kind}.PP{stage}.MB{mb}" for kind in "FB" for stage in (0, 1) for mb in (0, 1)
+    )
