@@ -205,7 +205,7 @@ def _extract(
     graph.output(tuple(outputs))
     if stale:
         for node in graph.nodes:  # a view of what was transposed is none of its contiguous copy
-            if node.target is torch.ops.aten.view.default:
+            if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
                 node.target = torch.ops.aten.reshape.default
         FakeTensorProp(runnable(graph), capture.mode).propagate(
             *[values[n].meta["val"] for n in (*primals, *tangents)]

@@ -252,7 +252,10 @@ def _forward_by_seq(capture: Capture, backward: set[Node]) -> dict[int, Node]:
     found: dict[int, Node] = {}
     for node in capture.graph.nodes:
         number = node.meta.get("seq_nr")
-        if node.op == "call_function" and node not in backward and number is not None:
+        # Output copies are the last operators, whose number accumulation nodes show by mistake.
+        is_copy = OUTPUT_COPY in (node.meta.get("custom") or {})
+        is_forward = node.op == "call_function" and node not in backward and not is_copy
+        if is_forward and number is not None:
             found.setdefault(number, node)
     return found
 
