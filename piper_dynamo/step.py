@@ -90,6 +90,7 @@ class Entry:
     plan: Plan
     executor: Executor
     is_random: bool
+    announcement: str  # what other ranks read; made once, since it hashes the whole strategy
     compared: bool = False
     adopted: StepState | None = None
 
@@ -240,6 +241,7 @@ class CompiledStep:
                 plan=plan,
                 executor=Executor(program, code, chunks, comm),
                 is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
+                announcement=f"{plan.fingerprint()} {describe(plan)}",
             )
         found: Entry = entries[key]
         return found
@@ -280,8 +282,7 @@ class CompiledStep:
         comm.steps = number + 1
         if comm.world_size == 1:
             return number
-        mine = f"{entry.plan.fingerprint()} {describe(entry.plan)}"
-        comm.publish(_step_key(number, comm.rank), f"{number} {mine}")
+        comm.publish(_step_key(number, comm.rank), f"{number} {entry.announcement}")
         if entry.compared:
             return number
         deadline = time.monotonic() + min(comm.timeout_s, 1e9)
@@ -324,9 +325,7 @@ class CompiledStep:
             recorder(entry.executor)
         state.last = plan
         with torch.no_grad():
-            for (_, new), (position, _) in zip(
-                zip(program.buffers, results.buffers, strict=True), program.buffers, strict=True
-            ):
+            for (position, _), new in zip(program.buffers, results.buffers, strict=True):
                 values[position].copy_(new)
         return self._outputs(plan, state, results, values)
 

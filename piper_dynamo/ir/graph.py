@@ -8,7 +8,7 @@ nodes, the only edges that carry no value. The output node names what a step giv
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.fx.node import Argument, Node
 from piper_dynamo.ir.chunk import Chunk, runnable
 from piper_dynamo.ir.joint import Arg, Output
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.ir.task import Kind, Pass, RegionId, Task, TaskName
+from piper_dynamo.ir.task import Kind, RegionId, Task
 
 WEIGHT = "weight"  # name of the placeholder(s) that scale a microbatch's loss and tangent
 
@@ -87,11 +87,6 @@ def task_of(node: Node) -> Task:
     task = node.meta["task"]
     assert isinstance(task, Task)
     return task
-
-
-def spec_of_value(node: Node) -> TensorSpec | None:
-    """The spec of a value node; None for bundles and tasks."""
-    return node.meta.get("spec")
 
 
 def pick(graph: fx.Graph, node: Node, index: int, name: str, spec: TensorSpec | None) -> Node:
@@ -193,13 +188,3 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_text(v) for v in value) + "]"
     return str(value)
-
-
-def match_tasks(nodes: Sequence[Node], which: Pass | None, region: RegionId) -> list[Node]:
-    """Compute nodes of one region (and pass)."""
-    found = []
-    for node in nodes:
-        name = task_of(node).name
-        if isinstance(name, TaskName) and name.region == region and which in (None, name.which):
-            found.append(node)
-    return found

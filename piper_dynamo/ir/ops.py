@@ -26,10 +26,7 @@ def slice_batch(batch: Tensor, dim: int | None, index: int, parts: int) -> Tenso
 
 def accumulate(*parts: Tensor) -> Tensor:
     """The sum of partial gradients. A rank adds them in the order its tasks finish."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
-    return total
+    return add(*parts)
 
 
 def add(*parts: Tensor) -> Tensor:
