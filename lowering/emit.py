@@ -90,6 +90,8 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
         case Op.POST:
             like = _spec_name(instr.spec, specs)
             return [f"{outs[0]} = rt.post({instr.peer}, {instr.message}, {like})  # {instr.task}"]
+        case Op.WAIT if instr.peer < 0:
+            return [f"{_targets(list(outs))} = rt.wait_all({ins[0]})"]
         case Op.WAIT:
             return [f"{outs[0]} = rt.wait({ins[0]})"]
         case Op.SEND:
@@ -109,8 +111,9 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
         case Op.FREE:
             return [f"del {', '.join(ins)}"]
         case Op.ALL_REDUCE | Op.REDUCE_SCATTER | Op.ALL_GATHER | Op.ALL_TO_ALL:
-            like = _spec_name(instr.spec, specs)
-            return [f"{outs[0]} = rt.{instr.op}({ins[0]}, {instr.group}, {like})  # {instr.task}"]
+            likes = ", ".join(_spec_name(spec, specs) for spec in instr.specs)
+            values, group = ", ".join(ins), instr.communicator
+            return [f"{outs[0]} = rt.{instr.op}([{values}], {group}, [{likes}])  # {instr.task}"]
 
 
 def _run_lines(instr: Instr) -> list[str]:

@@ -15,6 +15,7 @@ from torch.fx.node import Node
 
 from piper_dynamo.ir.graph import Dag, is_pick, producer, results_of, task_of
 from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, Task
@@ -51,10 +52,11 @@ def lower(dag: Dag, order: dict[tuple[int, ...], list[Node]]) -> list[Draft]:
         task = node.meta.get("task")
         if task is not None and task.kind is not Kind.COMPUTE:
             by_group.setdefault(task.devices, []).append(node)
+    edges = _order_edges(dag)
     drafts: dict[int, Draft] = {}
     for devices, tasks in order.items():
         for place, rank in enumerate(devices):
-            lowering = _Lowering(dag, rank, place, position, region_index)
+            lowering = _Lowering(dag, rank, place, position, region_index, edges)
             lowering.run(tasks, by_group[devices])
             drafts[rank] = lowering.draft
     return [drafts[rank] for rank in sorted(drafts)]
@@ -83,6 +85,7 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
             state.append((node.name, position))
     held = {position for _, position in state}
     loss = [n.name for n in results["loss"] or [] if _mine(n, rank)]
+    layouts = {p: (d, layout) for (p, d), layout in dag.layouts.items() if rank in d}
     chunks = {i.target: dag.chunks[i.target].key for i in draft.instrs if i.op is Op.RUN}
     return RankProgram(
         rank=rank,
@@ -112,7 +115,27 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
             if _mine(n, rank)
         ),
         chunks=tuple(sorted(chunks.items())),
+        replicas=tuple((p, layouts[p][0]) for _, p in state if p in layouts),
+        shards=tuple(
+            (p, group)
+            for _, p in state
+            if p in layouts
+            for group in layouts[p][1].shard_groups
+            if rank in group
+        ),
     )
+
+
+def _order_edges(dag: Dag) -> tuple[dict[Node, list[Node]], dict[Node, list[Node]]]:
+    """Orders of nodes that are no compute tasks: what follows a task, what precedes a node."""
+    after: dict[Node, list[Node]] = {}
+    before: dict[Node, list[Node]] = {}
+    for first, second, _ in dag.orders:
+        if task_of(second).kind is not Kind.COMPUTE:
+            before.setdefault(second, []).append(first)
+            if task_of(first).kind is Kind.COMPUTE:
+                after.setdefault(first, []).append(second)
+    return after, before
 
 
 def _mine(node: Node, rank: int) -> bool:
@@ -130,6 +153,7 @@ class _Lowering:
         place: int,
         position: dict[Node, int],
         region_index: dict[Any, int],
+        edges: tuple[dict[Node, list[Node]], dict[Node, list[Node]]],
     ) -> None:
         self.dag, self.rank, self.place = dag, rank, place
         self.position, self.region_index = position, region_index
@@ -138,39 +162,49 @@ class _Lowering:
         self.waiting: dict[Node, int] = {}
         self.sums: set[Node] = set()
         self.issued: set[Node] = set()
+        self.finished: set[Node] = set()
+        self.after, self.before = edges
 
     def run(self, tasks: list[Node], others: list[Node]) -> None:
         """Emit the compute tasks in order, everything else around them."""
         late = self._late(others)
         early = [n for n in others if n not in late]
         self.waiting = {
-            n: sum(1 for i in n.all_input_nodes if i.op != "placeholder") for n in early
+            n: sum(1 for i in n.all_input_nodes if i.op != "placeholder")
+            + sum(1 for i in self.before.get(n, ()) if task_of(i).kind is Kind.COMPUTE)
+            for n in early
         }
+        for node in early:
+            if self.waiting[node] == 0 and task_of(node).kind in _COLLECTIVES:
+                self._other(node)
         for node in tasks:
             self._compute(node)
+            for follower in self.after.get(node, ()):
+                self._release(follower)
         for node in sorted(late, key=self.position.__getitem__):
             for source in node.all_input_nodes:
                 self._ensure(source)
-            self._other(node)
+            if node not in self.issued:
+                self._other(node)
         for node in _result_nodes(self.dag):
             task = producer(node).meta.get("task")
             if task is not None and self.rank in task.devices:
                 self._ensure(node)
 
     def _late(self, others: list[Node]) -> set[Node]:
-        late: set[Node] = set()
+        """Nodes that need what comes from other ranks. Sums add their parts as these come."""
+        waits: set[Node] = set()
         for node in others:
-            kind = task_of(node).kind
-            if kind in (Kind.RECV, Kind.SLICE):
+            if task_of(node).kind in (Kind.RECV, Kind.SLICE):
                 continue
             for source in node.all_input_nodes:
                 made = producer(source).meta.get("task")
                 if made is None:
                     continue
-                waits = made.kind is Kind.RECV or made.kind in _COLLECTIVES
-                if waits or producer(source) in late:
-                    late.add(node)
-        return late
+                comes = made.kind is Kind.RECV or made.kind in _COLLECTIVES
+                if comes or producer(source) in waits:
+                    waits.add(node)
+        return {node for node in waits if task_of(node).kind is not Kind.ACCUMULATE}
 
     def _compute(self, node: Node) -> None:
         task = task_of(node)
@@ -225,12 +259,20 @@ class _Lowering:
                 continue
             if task_of(user).kind is Kind.ACCUMULATE:
                 self._accumulate(user, value)
-            self.waiting[user] -= 1
-            if self.waiting[user] == 0:
-                if task_of(user).kind is not Kind.ACCUMULATE:
-                    self._other(user)
-                else:
-                    self._made(user)
+            self._release(user)
+
+    def _release(self, node: Node) -> None:
+        """One thing less that an early node waits for."""
+        self.waiting[node] -= 1
+        if self.waiting[node] > 0:
+            return
+        if task_of(node).kind is Kind.ACCUMULATE:
+            self._made(node)
+            return
+        for other in self.before.get(node, ()):  # a collective that must have ended
+            if task_of(other).kind is not Kind.COMPUTE:
+                self._finish_collective(other, task_of(other))
+        self._other(node)
 
     def _accumulate(self, node: Node, part: Node) -> None:
         first = node not in self.sums
@@ -257,7 +299,12 @@ class _Lowering:
         elif task.kind is Kind.RECV:
             self._wait(value, task)
         elif task.kind in _COLLECTIVES:
-            self._finish_collective(value, task)
+            self._finish_collective(producer(value), task)
+            return
+        elif task.kind is Kind.ACCUMULATE:  # its last parts may be on their way
+            for source in value.all_input_nodes:
+                self._ensure(source)
+            return
         else:
             return
         self._made(value)
@@ -361,43 +408,65 @@ class _Lowering:
             self._made(node)
 
     def _collective(self, node: Node, task: Task) -> None:
-        """Start a collective; whoever uses its value first waits for it."""
-        group = node.kwargs["group"]
-        source = node.args[0]
-        assert isinstance(group, tuple | list)
-        assert isinstance(source, Node)
-        spec: TensorSpec = node.meta["spec"]
-        self._ensure(source)
+        """Start a collective; whoever uses its values first waits for it."""
+        groups, sources = node.kwargs["groups"], node.args[0]
+        assert isinstance(groups, tuple | list)
+        assert isinstance(sources, tuple | list)
+        (group,) = [g for g in groups if isinstance(g, tuple | list) and self.rank in g]
+        for source in node.all_input_nodes:
+            self._ensure(source)
+        if node in self.issued:  # its last input set it off
+            return
         self.issued.add(node)
+        specs = tuple(pick.meta["spec"] for pick in _picks(node))
         self.draft.instrs.append(
             Instr(
                 op=_COLLECTIVES[task.kind],
-                task=str(task.name or task.label),
+                task=task.label,
                 outputs=(f"h_{node.name}",),
-                inputs=(source.name,),
+                inputs=tuple(str(s) for s in sources),
                 group=tuple(int(str(r)) for r in group),
-                spec=spec,
-                nbytes=(spec.nbytes,),
+                specs=specs,
+                nbytes=tuple(self._new_bytes(task.kind, spec, len(group)) for spec in specs),
                 stream=task.stream,
                 where=task.where,
             )
         )
 
+    def _new_bytes(self, kind: Kind, spec: TensorSpec, size: int) -> int:
+        """What a result takes: rows are gathered in equal blocks, the last one filled up."""
+        if kind is Kind.ALL_REDUCE:
+            return 0
+        return size * block_spec(spec, size).nbytes if kind is Kind.ALL_GATHER else spec.nbytes
+
     def _finish_collective(self, node: Node, task: Task) -> None:
+        """Wait for a collective, started now if it was not before; all its values are there."""
+        if node in self.finished:
+            return
+        self.finished.add(node)
         if node not in self.issued:
             self._collective(node, task)
+        picks = _picks(node)
         self.draft.instrs.append(
             Instr(
                 op=Op.WAIT,
-                task=str(task.name or task.label),
-                outputs=(node.name,),
+                task=task.label,
+                outputs=tuple(pick.name if pick.users else "_" for pick in picks),
                 inputs=(f"h_{node.name}",),
-                spec=node.meta["spec"],
-                nbytes=(0,),
+                specs=tuple(pick.meta["spec"] for pick in picks),
+                nbytes=(0,) * len(picks),
                 stream=task.stream,
                 where=task.where,
             )
         )
+        for pick in picks:
+            if pick.users:
+                self._made(pick)
+
+
+def _picks(node: Node) -> list[Node]:
+    """The picks of a collective, by index; it has one for every value."""
+    return sorted(node.users, key=lambda user: int(str(user.args[1])))
 
 
 def _result_nodes(dag: Dag) -> list[Node]:

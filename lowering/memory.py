@@ -62,7 +62,7 @@ def bytes_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[i
     """Bytes the step holds after each instruction (temporaries inside chunks are not counted)."""
     blocks = _Blocks()
     held: dict[str, list[int]] = {}
-    handles: dict[str, int] = {}
+    handles: dict[str, list[int]] = {}  # the blocks of what comes
     history: list[int] = []
 
     def put(reg: str, found: list[int]) -> None:
@@ -82,10 +82,15 @@ def bytes_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[i
                 for block in held.pop(reg, []):
                     blocks.drop(block)
         elif instr.op is Op.POST or instr.op in COLLECTIVES:
-            handles[instr.outputs[0]] = blocks.new(instr.nbytes[0])
-            put(instr.outputs[0], [handles[instr.outputs[0]]])
+            # Until it is waited for, a collective holds what it reads, too.
+            given = [block for reg in instr.inputs for block in held[reg]]
+            made = given if instr.op is Op.ALL_REDUCE else [blocks.new(n) for n in instr.nbytes]
+            handles[instr.outputs[0]] = made
+            put(instr.outputs[0], [*made, *given])
         elif instr.op is Op.WAIT:
-            put(instr.outputs[0], [handles[instr.inputs[0]]])
+            for reg, block in zip(instr.outputs, handles[instr.inputs[0]], strict=True):
+                if reg != "_":
+                    put(reg, [block])
         elif instr.op is Op.ACCUMULATE or (instr.op is Op.SLICE and instr.nbytes == (0,)):
             put(instr.outputs[0], list(held[instr.inputs[0]]))
         else:

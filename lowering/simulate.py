@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperError
-from piper_dynamo.ir.program import Op, RankProgram
+from piper_dynamo.ir.program import Group, Op, RankProgram
 from piper_dynamo.ir.task import Pass, TaskName
 from piper_dynamo.timeline import Event, Timeline
 
@@ -76,9 +76,9 @@ def simulate(
     now = [0.0] * len(programs)
     at = [0] * len(programs)
     arrival: dict[tuple[int, int, int], float] = {}
-    collected: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
-    issued: list[dict[tuple[int, ...], int]] = [{} for _ in programs]
-    handles: list[dict[str, tuple[tuple[int, ...], int]]] = [{} for _ in programs]
+    collected: dict[tuple[Group, int], dict[int, float]] = {}
+    issued: list[dict[Group, int]] = [{} for _ in programs]
+    handles: list[dict[str, tuple[Group, int]]] = [{} for _ in programs]
     events: list[Event] = []
     runnable = list(range(len(programs)))
     while runnable:
@@ -112,13 +112,14 @@ def simulate(
                         break
                     now[rank] = max(now[rank], arrival[key])
                 elif instr.group:
-                    number = issued[rank].get(instr.group, 0)
-                    issued[rank][instr.group] = number + 1
-                    handles[rank][instr.outputs[0]] = (instr.group, number)
-                    collected.setdefault((instr.group, number), {})[rank] = now[rank]
+                    group = instr.communicator
+                    number = issued[rank].get(group, 0)
+                    issued[rank][group] = number + 1
+                    handles[rank][instr.outputs[0]] = (group, number)
+                    collected.setdefault((group, number), {})[rank] = now[rank]
                 elif instr.op is Op.WAIT:
                     meeting = handles[rank][instr.inputs[0]]
-                    if len(collected[meeting]) < len(meeting[0]):
+                    if len(collected[meeting]) < len(meeting[0][1]):
                         break
                     now[rank] = max(now[rank], max(collected[meeting].values()) + costs.comm)
                 at[rank] += 1

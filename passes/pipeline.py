@@ -17,7 +17,7 @@ from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError
 from piper_dynamo.ir.graph import Dag, is_pick, print_dag, producer, task_of
-from piper_dynamo.ir.task import Kind, TaskName
+from piper_dynamo.ir.task import COLLECTIVE_KINDS, Kind, TaskName
 
 log = logging.getLogger("piper.passes")
 
@@ -112,7 +112,8 @@ def check_structure(dag: Dag, after: str) -> None:
         if node.op in ("placeholder", "output"):
             continue
         if is_pick(node):
-            assert task_of(producer(node)).kind is Kind.COMPUTE, (
+            kind = task_of(producer(node)).kind
+            assert kind is Kind.COMPUTE or kind in COLLECTIVE_KINDS, (
                 f"after {after}: {node} picks from no task"
             )
             continue

@@ -6,7 +6,7 @@ has the same size.
 Signature: DAG over the whole batch -> the same DAG, every task with its devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,9 +39,13 @@ class Place:
     name = "place"
 
     def __init__(
-        self, placements: Sequence[Placement], world_size: int, *, shared: Callable[[Node], bool]
+        self,
+        placements: Sequence[Placement],
+        world_size: int,
+        *,
+        shared: Callable[[Mapping[str, Any]], bool],
     ) -> None:
-        """`shared(task)` says whether a directive explains why several ranks run one task."""
+        """`shared(tags)` says whether a directive explains why several ranks run such a task."""
         self._placements = placements
         self._world_size = world_size
         self._shared = shared
@@ -118,9 +122,22 @@ class Place:
                 f"the device groups differ in size: {', '.join(map(str, groups))}\n"
                 "  hint  regions of one step need the same number of replicas"
             )
-        lonely = {task_of(n).devices: n for n in tasks if len(task_of(n).devices) > 1}
-        for devices, node in lonely.items():
-            if not self._shared(node):
+        of_rank: dict[int, tuple[int, ...]] = {}
+        for devices in groups:
+            for rank in devices:
+                if of_rank.setdefault(rank, devices) != devices:
+                    faults.append(
+                        f"rank {rank} is in two device groups: {of_rank[rank]} and {devices}\n"
+                        "  hint  regions that share a rank are placed on the same ranks, in the "
+                        "same order"
+                    )
+        shared: dict[tuple[Any, tuple[int, ...]], Node] = {}
+        for node in tasks:
+            task = task_of(node)
+            if len(task.devices) > 1 and task.name is not None:
+                shared.setdefault((task.name.region, task.devices), node)
+        for (region, devices), node in shared.items():
+            if not self._shared(dict(region.tags)):
                 faults.append(
                     f"{task_of(node).name} is placed on {len(devices)} ranks {devices}, "
                     "and no directive says how they share it\n"

@@ -2,13 +2,14 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo import assume_constant_result as _assume_constant_result
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import mark_dynamic as _mark_dynamic
@@ -23,6 +24,8 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
@@ -36,6 +39,7 @@ __all__ = [
     "ShapeEnv",
     "TensorifyScalarRestartAnalysis",
     "TorchDynamoException",
+    "all_gather_single",
     "annotate",
     "assume_constant_result",
     "aten_backend",
@@ -51,13 +55,16 @@ __all__ = [
     "is_marked_dynamic",
     "is_python_float",
     "is_tracing",
+    "local_tensor",
     "mark_dynamic",
+    "mesh_of",
     "min_cut_partition",
     "no_autocast",
     "no_torch_function",
     "output_nodes",
     "parameter_names",
     "raise_recompile_limit",
+    "reduce_scatter_single",
     "source_chain",
     "source_name",
     "specialized_at",
@@ -315,7 +322,32 @@ def compile_with_inductor(gm: fx.GraphModule, specs: Any) -> Callable[[list[Any]
         return compile_fx_inner(traced, fakes)
 
 
+# The older names warn from torch 2.13 on.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def local_tensor(value: Any) -> Tensor:
+    """The memory behind a DTensor on this rank, without autograd."""
+    local: Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    return local.detach()
+
+
+def mesh_of(ranks: Sequence[Any], rank: int, device: str, groups: Sequence[Any]) -> DeviceMesh:
+    """A mesh of these ranks (nested by dim); without process groups, one that cannot communicate.
+
+    Args:
+        ranks: Ranks, or rows of ranks.
+        rank: This rank.
+        device: Device type.
+        groups: This rank's process group of each dim; none in an in-process job.
+    """
+    table = torch.tensor(ranks)
+    if groups:
+        given: Any = list(groups) if len(groups) > 1 else groups[0]
+        return DeviceMesh.from_group(given, device, mesh=table if len(groups) > 1 else None)
+    return DeviceMesh(device, table, _init_backend=False, _rank=rank)
 
 
 def is_tracing() -> bool:

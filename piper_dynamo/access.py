@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError
 from piper_dynamo.measure import recorder
 from piper_dynamo.planning import Plan
@@ -53,7 +54,7 @@ def named_parameters(step: Any) -> Iterator[tuple[str, nn.Parameter]]:
         # What no program uses (yet) is rank 0's to train; the others keep it as it is.
         if state.rank == 0 if record is None else record.held:
             found = True
-            yield name, param
+            yield name, param if record is None else record.stepped(param)
     if not found:
         yield ANCHOR, state.anchor
 
@@ -97,13 +98,17 @@ def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tenso
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or norm_type <= 0:
         raise PiperError(f"clip_grad_norm_(norm_type={norm_type!r}): give a number > 0 or infinity")
     state = state_of(step)
-    held = [(p, record_of(p)) for _, p in named_parameters(step)]
-    grads = [p.grad for p, _ in held if p.grad is not None and p.grad.numel()]
-    counted = [
-        p.grad
-        for p, r in held
-        if p.grad is not None and p.grad.numel() and (r is None or r.holders[0] == state.rank)
-    ]
+    grads, counted = [], []
+    for param in module_of(step).parameters():
+        record = record_of(param)
+        if state.rank != 0 if record is None else not record.held:
+            continue
+        grad = (param if record is None else record.stepped(param)).grad
+        local = compat.local_tensor(grad) if grad is not None else None
+        if local is not None and local.numel():
+            grads.append(local)
+            if record is None or record.counts:
+                counted.append(local)
     total = _global_norm(state, counted, norm_type)
     if grads and max_norm != float("inf"):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -6,6 +6,7 @@ what was captured, and another strategy over the same model starts from it.
 
 import gc
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,9 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
-from piper_dynamo.ir.graph import Dag, print_dag, task_of
+from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
 from piper_dynamo.ir.joint import Arg, ArgKind, Capture
-from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
@@ -34,18 +35,22 @@ from piper_dynamo.lowering.simulate import Costs, Simulation, simulate
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
+from piper_dynamo.passes.gather import Gather
 from piper_dynamo.passes.order import Order, named_halves
 from piper_dynamo.passes.partition import Partition, Partitioner
 from piper_dynamo.passes.pipeline import GraphPass, run_passes
 from piper_dynamo.passes.place import Place, Placement
 from piper_dynamo.passes.regions import Regions, find_regions
+from piper_dynamo.passes.replicate import Replicate, Replication
 from piper_dynamo.passes.split import Split, batch_dims
 from piper_dynamo.passes.split_backward import SplitBackward
 from piper_dynamo.passes.tie import Tie
 from piper_dynamo.passes.transfer import Transfer
+from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective
-from piper_dynamo.strategy import Replicate, Shard, Strategy
+from piper_dynamo.strategy import Replicate as ReplicateDirective
+from piper_dynamo.strategy import Shard, Strategy
 from piper_dynamo.strategy import Split as SplitDirective
 
 
@@ -88,6 +93,7 @@ class Plan:
         dims: The dim along which each data argument is split, by position.
         untagged: Forward nodes that carried no tag: user line and the region they joined.
         halves: For each region, whether it has input-gradient and weight-gradient work.
+        groups: The device groups.
     """
 
     strategy: Strategy
@@ -99,6 +105,7 @@ class Plan:
     dims: dict[int, int]
     untagged: tuple[tuple[str, RegionId], ...]
     halves: dict[str, tuple[bool, bool]]
+    groups: tuple[tuple[int, ...], ...]
     _fingerprint: str = field(default="")
 
     @property
@@ -139,12 +146,61 @@ class Plan:
                 found.setdefault(position, []).append(program.rank)
         return {position: tuple(ranks) for position, ranks in found.items()}
 
+    def layouts(self, rank: int) -> dict[int, Layout]:
+        """How a rank holds each replicated parameter, by argument position."""
+        return {p: layout for (p, devices), layout in self.dag.layouts.items() if rank in devices}
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that run the same tasks as this one, on other data; itself included."""
+        return next(d for d in self.groups if rank in d)
+
+    def replica(self, rank: int) -> tuple[int, int]:
+        """Which replica a rank belongs to, and of how many."""
+        group = self.group(rank)
+        return group.index(rank), len(group)
+
+    def blocks(self, position: int, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each copy of a sharded parameter, in row order; () where it is whole."""
+        layout = self.layouts(rank).get(position)
+        return layout.shard_groups if layout is not None else ()
+
+    def counting(self, position: int) -> tuple[int, ...]:
+        """The ranks that together count a parameter once: its first holder, or their blocks."""
+        first = self.holders().get(position, (0,))[0]
+        groups = self.blocks(position, first)
+        return next((g for g in groups if first in g), (first,))
+
+    def communicators(self) -> list[Group]:
+        """What ranks must create before the first step, in one order."""
+        found = {i.communicator for p in self.programs for i in p.instrs if i.group}
+        for layout_of, layout in self.dag.layouts.items():
+            found.add((STATE, layout_of[1]))
+            found.update((STATE, group) for group in layout.shard_groups)
+            found.update((STATE, tuple(c)) for c in zip(*layout.shard_groups, strict=True))
+        return sorted(found)
+
     def fingerprint(self) -> str:
         """A hash of all ranks' programs: ranks may run a step together iff theirs are equal."""
         if not self._fingerprint:
-            text = "\n".join(p.text() for p in self.programs)
+            text = "\n".join(self._identity(p) for p in self.programs)
             self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         return self._fingerprint
+
+    def _identity(self, program: RankProgram) -> str:
+        """A program's text without what may differ between ranks that run the same job.
+
+        Dynamo numbers the arguments, and adds one where an input is a view into a larger tensor;
+        the source may lie in another folder.
+        """
+        names = {arg.position: arg.name for arg in self.args}
+        places = [
+            *((names[p], reg) for reg, p in (*program.state, *program.data)),
+            *((names[p], reg) for p, reg in (*program.grads, *program.buffers)),
+        ]
+        ranks = [(names[p], group) for p, group in (*program.replicas, *program.shards)]
+        rest = (program.loss, program.outputs, program.weights, program.tangents, program.chunks)
+        instrs = (replace(i, where=os.path.basename(i.where)) for i in program.instrs)
+        return "\n".join([repr((places, ranks, rest)), *map(str, instrs)])
 
     def summary(self) -> str:
         """Ranks, what they hold and run, messages, and predicted memory, as a table."""
@@ -200,7 +256,7 @@ def _many(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}" + (plural if count != 1 else "")
 
 
-NUM_PASSES = 6  # of the table in docs/how-it-works.md; the second part needs the split DAG
+NUM_PASSES = 8  # of the table in docs/how-it-works.md; the second part needs the split DAG
 
 _templates: dict[tuple[Any, ...], Template] = {}
 
@@ -282,11 +338,35 @@ def split_of(strategy: Strategy) -> SplitDirective:
     return found[0] if found else SplitDirective({}, num_microbatches=1)
 
 
+def replications(strategy: Strategy) -> list[Replication]:
+    """The strategy's Replicates, with what they leave to Piper decided."""
+    found = []
+    for one in strategy.of(ReplicateDirective):
+        axes = one.axes
+        if axes is None and one.shard_axes is not None and strategy.mesh is not None:
+            axes = strategy.mesh.names
+        found.append(
+            Replication(
+                filter=one.filter,
+                zero=one.zero,
+                label=f"{one!r} at {one.where}",
+                reduce_stream=one.reduce_stream or "reduce",
+                gather_stream=one.gather_stream or "gather",
+                prefetch=one.prefetch,
+                keep=one.keep,
+                axes=axes,
+                shard_axes=one.shard_axes or one.axes,
+                mesh=strategy.mesh,
+            )
+        )
+    return found
+
+
 def refuse_unsupported(strategy: Strategy) -> None:
     """Refuse directives that this version does not apply, rather than ignore them."""
     faults = []
     for directive in strategy.directives:
-        if isinstance(directive, Replicate | Shard):
+        if isinstance(directive, Shard):
             faults.append(f"{directive!r} at {directive.where}")
         if isinstance(directive, OrderDirective) and directive.stream is not None:
             faults.append(f"Order(stream={directive.stream!r}) at {directive.where}")
@@ -303,7 +383,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
             format_error(
                 "the strategy asks for what this version does not do",
                 {"directives": "\n".join(faults)},
-                hint="supported: Split({}), Place on one rank per region, Order",
+                hint="supported: Split({}), Place, Replicate, Order",
             )
         )
 
@@ -335,10 +415,14 @@ def make_plan(
         Placement(filter=p.filter, devices=tuple(p.devices), label=f"{p!r} at {p.where}")
         for p in strategy.of(PlaceDirective)
     ]
+    copies = replications(strategy)
     rest: list[GraphPass] = [
         SplitBackward(named_halves(orders, dag) if dag.training else set()),
-        Place(placements, world_size, shared=lambda node: False),
+        Place(
+            placements, world_size, shared=lambda tags: any(r.filter.matches(tags) for r in copies)
+        ),
         Tie(),
+        Replicate(copies),
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),
     ]
@@ -362,6 +446,7 @@ def make_plan(
             str(region): (p.input_grad is not None, p.weight_grad is not None)
             for region, p in template.partitions.items()
         },
+        groups=tuple(sorted({task_of(node).devices for node in dag.tasks()})),
     )
 
 
@@ -420,6 +505,7 @@ def lower_all(dag: Dag, world_size: int) -> tuple[RankProgram, ...]:
     order = schedule(dag)
     if dag.training and dag.loss is None:
         order = {devices: _forward_first(tasks) for devices, tasks in order.items()}
+    run_passes(dag, [Gather(order)], done=NUM_PASSES - 1, total=NUM_PASSES)
     drafts = lower(dag, order)
     number_messages(drafts)
     for draft in drafts:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
 from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.sharding import Block
 
 ANCHOR = "_piper_anchor"  # name of the empty parameter of a rank that holds none
 
@@ -87,16 +88,24 @@ class Record:
     Attributes:
         name: The user's name.
         spec: Shape, dtype and layout before it was released.
-        holders: The ranks that hold it; the lowest counts it in norms.
+        holders: The ranks that hold it, whole or a block of it.
         held: Whether this rank is one.
+        counts: Whether this rank counts it (its block of it) in norms.
         owner: The state it belongs to.
+        block: This rank's DTensor; None where the optimizer steps the module's own parameter.
     """
 
     name: str
     spec: TensorSpec
     holders: tuple[int, ...]
     held: bool
+    counts: bool
     owner: "StepState"
+    block: Block | None = None
+
+    def stepped(self, param: nn.Parameter) -> nn.Parameter:
+        """What the optimizer steps in place of the module's `param`."""
+        return self.block.param if self.block is not None else param
 
 
 _records: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
@@ -156,8 +165,23 @@ class StepState:
     loss: tuple[int, int] | None = None
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
 
-    def adopt(self, param: Tensor, name: str, holders: tuple[int, ...]) -> Record:
-        """Record where a parameter is held, and release it if that is not here.
+    def adopt(
+        self,
+        param: Tensor,
+        name: str,
+        holders: tuple[int, ...],
+        *,
+        counts: bool,
+        block: Callable[[], Block] | None = None,
+    ) -> Record:
+        """Record where a parameter is held, and release what of it is not here.
+
+        Args:
+            param: The module's parameter.
+            name: The user's name of it.
+            holders: The ranks that hold it.
+            counts: Whether this rank counts it in norms.
+            block: Makes this rank's DTensor from the parameter, where its parameters are such.
 
         Raises:
             PiperRuntimeError: A program needs it on a rank that has released it.
@@ -175,11 +199,17 @@ class StepState:
                 )
             return record
         record = Record(
-            name=name, spec=TensorSpec.of(param), holders=holders, held=held, owner=self
+            name=name,
+            spec=TensorSpec.of(param),
+            holders=holders,
+            held=held,
+            counts=counts,
+            owner=self,
+            block=block() if held and block is not None else None,
         )
         key = id(param)
         _records[key] = (weakref.ref(param, lambda _: _records.pop(key, None)), record)
-        if not held:
+        if not held or (record.block is not None and record.block.home is not None):
             _release(param, record)
         return record
 
@@ -207,8 +237,9 @@ class StepState:
 
 def _release(param: Tensor, record: Record) -> None:
     """Free the memory. The class changes, not the object: names and ties stay as they are."""
+    title = "is not on this rank" if not record.held else "is not whole on this rank"
     why = format_error(
-        f"parameter {record.name!r} is not on this rank",
+        f"parameter {record.name!r} {title}",
         {"held by": f"rank {', '.join(map(str, record.holders))}", "this rank": record.owner.rank},
         hint="use piper.parameters(step) or piper.named_parameters(step) for what this rank holds",
     )
@@ -276,16 +307,26 @@ class _HandOver(torch.autograd.Function):
         return (None, None, *given)
 
 
-def attach(state: StepState, loss: Tensor, params: list[Tensor], grads: list[Tensor]) -> Tensor:
-    """The loss, differentiable: its backward gives `grads`, times what comes in, to `params`."""
+def attach(
+    state: StepState,
+    loss: Tensor,
+    params: list[Tensor],
+    grads: list[Tensor],
+    blocks: Sequence[Block | None],
+) -> Tensor:
+    """The loss, differentiable: its backward gives `grads`, times what comes in, to `params`.
+
+    Where a parameter is held as a block, its DTensor takes the gradient.
+    """
+    params = [b.param if b is not None else p for p, b in zip(params, blocks, strict=True)]
     if not params:
-        params, grads = [state.anchor], [torch.zeros_like(state.anchor)]
+        params, grads, blocks = [state.anchor], [torch.zeros_like(state.anchor)], [None]
 
     def scaled(incoming: Sequence[Tensor]) -> Sequence[Tensor]:
         (factor,) = incoming
         if factor.device.type != "cpu" or factor.item() != 1.0:
             torch._foreach_mul_(grads, factor)
-        return grads
+        return [b.gradient(g) if b is not None else g for g, b in zip(grads, blocks, strict=True)]
 
     (result,) = attach_outputs(state, [loss], params, scaled)
     return result

@@ -4,6 +4,7 @@ Programs are keyed by the concrete sizes of all inputs. State hangs on the Param
 call (see `state.py`).
 """
 
+import functools
 import hashlib
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo.agreement import agree, announcement, check_replicas, compare
 from piper_dynamo.errors import (
     PiperCaptureError,
     PiperRuntimeError,
@@ -28,9 +30,10 @@ from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.options import Options
 from piper_dynamo.planning import Plan, data_dims, make_plan, split_of, template_of
-from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.comm import STATE, Communicator
 from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
+from piper_dynamo.sharding import take_block
 from piper_dynamo.state import (
     StepState,
     absent_output,
@@ -125,13 +128,14 @@ class CompiledStep:
         comm = communicator(self._options.timeout_s)
         self._recall_loss(values)
         entry = self._entry(values, comm)
+        number = agree(entry.plan, entry.announcement, comm, known=entry.compared)
+        entry.compared = True
         state = self._state(values, entry, comm)
-        number = self._agree(entry, comm)
         try:
             return self._run(entry, state, values)
         except PiperTimeoutError:
             # A rank with another program waits elsewhere: say that, not where this one waits.
-            _compare(entry.plan, comm, number, time.monotonic())
+            compare(entry.plan, comm, number, time.monotonic())
             raise
 
     # plans and programs
@@ -216,9 +220,7 @@ class CompiledStep:
         entries = comm.programs.setdefault(self, {})
         if key not in entries:
             plan = self._plan(values, comm.world_size)
-            comm.prepare_groups(
-                sorted({i.group for p in plan.programs for i in p.instrs if i.group})
-            )
+            comm.prepare_groups(plan.communicators())
             program = plan.programs[comm.rank]
             wanted = {name: plan.chunks[name] for name, _ in program.chunks}
             functions = compile_chunks(wanted, self._options.compile_for(values))
@@ -241,7 +243,7 @@ class CompiledStep:
                 plan=plan,
                 executor=Executor(program, code, chunks, comm),
                 is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
-                announcement=f"{plan.fingerprint()} {describe(plan)}",
+                announcement=announcement(plan),
             )
         found: Entry = entries[key]
         return found
@@ -257,11 +259,29 @@ class CompiledStep:
             return state
         plan = entry.plan
         holders = plan.holders()
+        state.data_rank, state.data_world = plan.replica(comm.rank)
+        layouts = plan.layouts(comm.rank)
+        distributed = any(layout.shard_groups for layout in layouts.values())
+        new = [a for a in self._args if a.position in layouts and not record_of(values[a.position])]
+        if new:
+            check_replicas(plan, comm, [(a.name, values[a.position]) for a in new])
         for arg in self._args:
             ranks = holders.get(arg.position, (0,))
             value = values[arg.position]
             if arg.kind is ArgKind.PARAMETER:
-                state.adopt(value, arg.name, ranks)
+                groups = plan.blocks(arg.position, comm.rank)
+                mesh = groups or (plan.group(comm.rank),)
+                state.adopt(
+                    value,
+                    arg.name,
+                    ranks,
+                    counts=comm.rank in plan.counting(arg.position),
+                    block=functools.partial(
+                        take_block, value, groups, comm.mesh(mesh, value.device.type), comm.rank
+                    )
+                    if distributed
+                    else None,
+                )
             elif arg.kind is ArgKind.BUFFER and arg.position in holders:
                 state.adopt_buffer(
                     value, arg.name, ranks, changes=arg.position in plan.capture.buffers
@@ -269,43 +289,13 @@ class CompiledStep:
         entry.adopted = state
         return state
 
-    def _agree(self, entry: Entry, comm: Communicator) -> int:
-        """Before a program's first run: every rank must be about to run the same one in this step.
-
-        Each rank leaves the fingerprint of every step it starts; only a rank with a new program
-        reads the others', so steps that all ranks know cost one unanswered message.
-
-        Returns:
-            The step's number on this communicator.
-        """
-        number = comm.steps
-        comm.steps = number + 1
-        if comm.world_size == 1:
-            return number
-        comm.publish(_step_key(number, comm.rank), f"{number} {entry.announcement}")
-        if entry.compared:
-            return number
-        deadline = time.monotonic() + min(comm.timeout_s, 1e9)
-        silent = _compare(entry.plan, comm, number, deadline)
-        if silent:
-            waited = f" within {comm.timeout_s:g} s" if comm.timeout_s < float("inf") else ""
-            raise PiperTimeoutError(
-                format_error(
-                    f"not all ranks started the step{waited}",
-                    {"missing": "\n".join(f"rank {r} did not start this step" for r in silent)},
-                    hint="every rank must call the step; look for the first failed rank",
-                )
-            )
-        entry.compared = True
-        return number
-
     # running
 
     def _run(self, entry: Entry, state: StepState, values: Sequence[Any]) -> list[Any]:
         plan, program = entry.plan, entry.executor.program
         recorder = state.recorder
         seed = int(torch.empty((), dtype=torch.int64).random_()) if entry.is_random else 0
-        state_values = [values[p].detach() for _, p in program.state]
+        state_values = [_held(values[p]) for _, p in program.state]
         if program.tangents:
             # The backward runs later, when buffers have their new values: it reads the old ones.
             changed = {position for position, _ in program.buffers}
@@ -316,7 +306,7 @@ class CompiledStep:
         results = entry.executor.run(
             state_values,
             [values[p].detach().contiguous() for _, p in program.data],
-            self._weights(plan, program.weights, values),
+            self._weights(plan, program.weights, values, entry.executor.comm),
             seed=seed,
             first_microbatch=state.data_rank * plan.dag.num_microbatches,
             timed=recorder is not None,
@@ -329,18 +319,21 @@ class CompiledStep:
                 values[position].copy_(new)
         return self._outputs(plan, state, results, values)
 
-    def _weights(self, plan: Plan, names: Sequence[str], values: Sequence[Any]) -> list[Tensor]:
+    def _weights(
+        self, plan: Plan, names: Sequence[str], values: Sequence[Any], comm: Communicator
+    ) -> list[Tensor]:
         split = split_of(plan.strategy)
         count = plan.dag.num_microbatches
+        _, replicas = plan.replica(comm.rank)
         spec = plan.dag.outputs[plan.dag.loss].spec if plan.dag.loss is not None else None
         if not names or spec is None:
             return []
         if split.loss == "mean":
-            numbers = [1.0 / count] * count
+            numbers = [1.0 / (count * replicas)] * count
         elif split.loss == "sum":
             numbers = [1.0] * count
         else:
-            numbers = self._own_weights(plan, split.loss, values, count)
+            numbers = self._own_weights(plan, split.loss, values, count, comm)
         index = {f"weight_{i}": i for i in range(count)} | {"weight": 0}
         return [
             torch.tensor(numbers[index[name]], dtype=spec.dtype, device=spec.device)
@@ -348,9 +341,14 @@ class CompiledStep:
         ]
 
     def _own_weights(
-        self, plan: Plan, weigh: Callable[..., Any], values: Sequence[Any], count: int
+        self,
+        plan: Plan,
+        weigh: Callable[..., Any],
+        values: Sequence[Any],
+        count: int,
+        comm: Communicator,
     ) -> list[float]:
-        """The user's weight of each microbatch, as shares of their sum."""
+        """The user's weight of each microbatch, as shares of their sum over all replicas."""
         parts: dict[str, list[Any]] = {}
         for arg in plan.args:
             if arg.kind is ArgKind.DATA:
@@ -371,6 +369,11 @@ class CompiledStep:
             )
         weights = [float(weigh(**{n: parts[n][mb] for n in wanted})) for mb in range(count)]
         total = sum(weights)
+        group = plan.group(comm.rank)
+        if len(group) > 1:
+            mine = torch.tensor([total], dtype=torch.float64)
+            handle = comm.start_collective("all_reduce", [mine], (STATE, group), [mine])
+            total = comm.wait_all(handle)[0].item()
         if total == 0:
             return [0.0] * count
         return [weight / total for weight in weights]
@@ -438,7 +441,9 @@ class CompiledStep:
             return results.loss
         program = plan.programs[state.rank]
         targets = [values[position] for position, _ in program.grads]
-        return attach(state, results.loss, targets, list(results.grads))
+        records = [record_of(target) for target in targets]
+        blocks = [record.block if record is not None else None for record in records]
+        return attach(state, results.loss, targets, list(results.grads), blocks)
 
     # sessions
 
@@ -470,56 +475,18 @@ class CompiledStep:
         return found
 
 
-def _step_key(number: int, rank: int) -> str:
-    """Where a rank says what it runs in a step; few keys, since ranks are hardly a step apart."""
-    return f"step/{number % 16}/{rank}"
-
-
-def _compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> list[int]:
-    """Compare this rank's program of a step with the others'.
-
-    Returns:
-        The ranks that have not started the step by the deadline.
-
-    Raises:
-        PiperRuntimeError: A rank runs another program in this step.
-    """
-    mine = plan.fingerprint()
-    differing, silent = [], []
-    for rank in range(comm.world_size):
-        remaining = max(deadline - time.monotonic(), 0.0)
-        text = comm.lookup(_step_key(number, rank), f"{number} ", remaining)
-        if text is None:
-            silent.append(rank)
-            continue
-        _, theirs, what = text.split(" ", 2)
-        if theirs != mine:
-            differing.append(f"rank {rank}: {what}")
-    if differing:
-        raise PiperRuntimeError(
-            format_error(
-                "ranks would run different programs in one step",
-                {f"rank {comm.rank}": describe(plan), "others": "\n".join(differing)},
-                hint="give every rank the same model, strategy, input shapes and grad mode",
-            )
-        )
-    return silent
+def _held(value: Tensor) -> Tensor:
+    """A parameter or buffer as the program reads it."""
+    record = record_of(value)
+    if record is not None and record.block is not None:
+        return record.block.value()
+    return value.detach()
 
 
 class StandIn(Tensor):
     """Stands for one output of a call that was only planned or prepared."""
 
     place: int
-
-
-def describe(plan: Plan) -> str:
-    """What a difference between ranks' programs is likely to be: mode and input shapes."""
-    shapes = ", ".join(
-        f"{a.name} {tuple(a.spec.shape)}" for a in plan.args if a.kind is ArgKind.DATA and a.spec
-    )
-    mode = "training" if plan.dag.training else "forward only"
-    strategy = hashlib.sha256(repr(plan.strategy).encode()).hexdigest()[:8]
-    return f"{mode}, {plan.dag.num_microbatches} microbatches, strategy {strategy}, inputs {shapes}"
 
 
 def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:

@@ -17,9 +17,20 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperTimeoutError
+from piper_dynamo.ir.program import Group
 
 POLL_S = 0.002
+STATE = "state"  # the stream of what is said about parameters outside of programs
 FOREVER_S = 1e6  # what a timedelta and gloo take for no deadline
+
+
+def with_rows(value: Tensor, rows: int) -> Tensor:
+    """The value with zeros below, up to so many rows; itself where it has them."""
+    if value.shape[0] == rows:
+        return value
+    padded = value.new_zeros((rows, *value.shape[1:]))
+    padded.narrow(0, 0, value.shape[0]).copy_(value)
+    return padded
 
 
 class Communicator(Protocol):
@@ -29,13 +40,14 @@ class Communicator(Protocol):
     world_size: int
     timeout_s: float
     steps: int
+    adoptions: int
     programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """Start to receive a message of the channel from `source`, shaped like `like`; a handle."""
 
     def wait(self, handle: Any) -> Tensor:
-        """The value of a posted receive or started collective."""
+        """The value of a posted receive."""
 
     def send(self, value: Tensor, target: int, message: int) -> None:
         """Start to send; `value` must not change before its `drain`."""
@@ -43,10 +55,18 @@ class Communicator(Protocol):
     def drain(self, target: int, message: int) -> None:
         """Wait until a sent value has left."""
 
-    def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
-        """Start the collective `name` over `group`, with a result shaped like `like`; a handle."""
+    def start_collective(
+        self, name: str, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
+    ) -> Any:
+        """Start the collective `name`, with a result shaped like `likes[i]` for value i; a handle.
 
-    def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        An all-reduce gives its values' own memory.
+        """
+
+    def wait_all(self, handle: Any) -> list[Tensor]:
+        """The results of a started collective."""
+
+    def prepare_groups(self, groups: Sequence[Group]) -> None:
         """Create communicators; every rank calls this with the same groups in the same order."""
 
     def reduce_now(self, value: Tensor) -> Tensor:
@@ -57,6 +77,9 @@ class Communicator(Protocol):
 
     def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """A published text that begins with `start`; None if there is none within the time."""
+
+    def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
+        """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
 
     def abandon(self) -> None:
         """Forget what a failed step left in flight."""
@@ -70,11 +93,13 @@ class TorchCommunicator:
         self.world_size = dist.get_world_size()
         self.timeout_s = timeout_s
         self.steps = 0
+        self.adoptions = 0
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self.group = dist.group.WORLD
         self._store = compat.default_store()
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[Group, Any] = {}
+        self._meshes: dict[Any, Any] = {}
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """See `Communicator`."""
@@ -106,29 +131,48 @@ class TorchCommunicator:
         work, _ = self._sending.pop((target, message))
         self._finish(work)
 
-    def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
+    def start_collective(
+        self, name: str, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
+    ) -> Any:
         """See `Communicator`."""
-        members = self._group(tuple(group))
-        result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        if name == "all_reduce":
-            result.copy_(value)
-            work = dist.all_reduce(result, group=members, async_op=True)
-        elif name == "all_gather":
-            work = dist.all_gather_into_tensor(result, value, group=members, async_op=True)
-        elif name == "reduce_scatter":
-            work = dist.reduce_scatter_tensor(result, value, group=members, async_op=True)
-        else:
-            work = dist.all_to_all_single(result, value, group=members, async_op=True)
-        return work, result
+        members = self._groups[group]
+        size = len(group[1])
+        pairs = [
+            self._start_one(name, value, members, size, like)
+            for value, like in zip(values, likes, strict=True)
+        ]
+        return [work for work, _ in pairs], [result for _, result in pairs]
 
-    def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+    def _start_one(
+        self, name: str, value: Tensor, members: Any, size: int, like: Any
+    ) -> tuple[Any, Tensor]:
+        if not value.numel():
+            return None, value.new_zeros(like.shape)
+        if name == "all_reduce":
+            return dist.all_reduce(value, group=members, async_op=True), value
+        if name == "all_gather":
+            whole = value.new_empty((size * value.shape[0], *value.shape[1:]))
+            work = compat.all_gather_single(whole, value, group=members, async_op=True)
+            return work, whole.narrow(0, 0, like.shape[0])
+        result = value.new_empty(like.shape)
+        if name == "reduce_scatter":
+            value = with_rows(value, size * like.shape[0])
+            return compat.reduce_scatter_single(result, value, group=members, async_op=True), result
+        return dist.all_to_all_single(result, value, group=members, async_op=True), result
+
+    def wait_all(self, handle: Any) -> list[Tensor]:
+        """See `Communicator`."""
+        works, results = handle
+        for work in works:
+            if work is not None:
+                self._finish(work)
+        return results  # type: ignore[no-any-return]
+
+    def prepare_groups(self, groups: Sequence[Group]) -> None:
         """Create communicators; every rank calls this with the same groups in the same order."""
         for group in groups:
             if group not in self._groups:
-                self._groups[group] = dist.new_group(list(group))
-
-    def _group(self, group: tuple[int, ...]) -> Any:
-        return self._groups[group]
+                self._groups[group] = dist.new_group(list(group[1]))
 
     def reduce_now(self, value: Tensor) -> Tensor:
         """See `Communicator`."""
@@ -151,6 +195,20 @@ class TorchCommunicator:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_S)
+
+    def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
+        """See `Communicator`."""
+        key = (tuple(groups), device)
+        if key not in self._meshes:
+            (row,) = [g for g in groups if self.rank in g]
+            columns = [tuple(column) for column in zip(*groups, strict=True)]
+            (column,) = [c for c in columns if self.rank in c]
+            found = [self._groups[STATE, row]]
+            if len(groups) > 1:
+                found.insert(0, self._groups[STATE, column])
+            table = [list(g) for g in groups] if len(groups) > 1 else list(row)
+            self._meshes[key] = compat.mesh_of(table, self.rank, device, found)
+        return self._meshes[key]
 
     def abandon(self) -> None:
         """See `Communicator`."""

@@ -22,7 +22,7 @@ from piper_dynamo.errors import (
     PiperTimeoutError,
     format_error,
 )
-from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
 from piper_dynamo.runtime.comm import Communicator
 
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
@@ -86,6 +86,7 @@ class Runtime:
         self.marks: list[tuple[int, float]] = []
         self.post = comm.post
         self.wait = comm.wait
+        self.wait_all = comm.wait_all
         self.drain = comm.drain
 
     def slice(self, batch: Tensor, dim: int | None, part: int, parts: int) -> Tensor:
@@ -129,21 +130,21 @@ class Runtime:
             number ^= number >> 31
         torch.default_generator.manual_seed(number)
 
-    def all_reduce(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
-        """Start a sum over the group."""
-        return self._comm.start_collective("all_reduce", value, group, like)
+    def all_reduce(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
+        """Start sums over the group, in place."""
+        return self._comm.start_collective("all_reduce", values, group, likes)
 
-    def all_gather(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
-        """Start to join the group's shards."""
-        return self._comm.start_collective("all_gather", value, group, like)
+    def all_gather(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
+        """Start to join the group's blocks of rows."""
+        return self._comm.start_collective("all_gather", values, group, likes)
 
-    def reduce_scatter(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
-        """Start to sum over the group and keep this rank's slice."""
-        return self._comm.start_collective("reduce_scatter", value, group, like)
+    def reduce_scatter(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
+        """Start sums over the group of which this rank keeps a block of rows."""
+        return self._comm.start_collective("reduce_scatter", values, group, likes)
 
-    def all_to_all(self, value: Tensor, group: tuple[int, ...], like: Any) -> Any:
-        """Start to exchange equal slices."""
-        return self._comm.start_collective("all_to_all", value, group, like)
+    def all_to_all(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
+        """Start to exchange equal blocks of rows."""
+        return self._comm.start_collective("all_to_all", values, group, likes)
 
     def mark(self, index: int) -> None:
         """Instruction `index` has been issued (and, if it waits, has finished)."""

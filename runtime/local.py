@@ -15,7 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
+from piper_dynamo.ir.program import Group
+from piper_dynamo.runtime.comm import with_rows
 
 
 class PeerFailedError(PiperRuntimeError):
@@ -40,7 +43,7 @@ class LocalWorld:
         self.channels: dict[tuple[int, int, int], deque[Tensor]] = {}
         self.taken: dict[tuple[int, int, int], int] = {}
         self.sent: dict[tuple[int, int, int], int] = {}
-        self.meetings: dict[tuple[Any, ...], dict[int, Tensor]] = {}
+        self.meetings: dict[tuple[Any, ...], dict[int, list[Tensor]]] = {}
         self.left: dict[tuple[Any, ...], int] = {}
         self.store: dict[str, str] = {}
         self.failure: tuple[int, BaseException] | None = None
@@ -146,8 +149,9 @@ class LocalCommunicator:
         self.world_size = world.world_size
         self.timeout_s = float("inf")
         self.steps = 0
+        self.adoptions = 0
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
-        self._meeting: dict[tuple[int, ...], int] = {}
+        self._meeting: dict[Group, int] = {}
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """See `Communicator`."""
@@ -155,8 +159,6 @@ class LocalCommunicator:
 
     def wait(self, handle: Any) -> Tensor:
         """See `Communicator`."""
-        if handle[0] == "collective":
-            return self._finish_collective(handle)
         _, source, message, like = handle
         key = (source, self.rank, message)
         queue = self.world.channels.setdefault(key, deque())
@@ -188,41 +190,47 @@ class LocalCommunicator:
             f"rank {target} to take message {message}",
         )
 
-    def start_collective(self, name: str, value: Tensor, group: Sequence[int], like: Any) -> Any:
+    def start_collective(
+        self, name: str, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
+    ) -> Any:
         """See `Communicator`."""
-        members = tuple(group)
-        number = self._meeting.get(members, 0)
-        self._meeting[members] = number + 1
-        key = (members, number)
-        self.world.meetings.setdefault(key, {})[self.rank] = value.detach().clone()
-        return ("collective", key, name, like)
+        number = self._meeting.get(group, 0)
+        self._meeting[group] = number + 1
+        key = (group, number)
+        self.world.meetings.setdefault(key, {})[self.rank] = [v.detach().clone() for v in values]
+        return key, name, list(values), list(likes)
 
-    def _finish_collective(self, handle: Any) -> Tensor:
-        _, key, name, like = handle
-        members, _ = key
+    def wait_all(self, handle: Any) -> list[Tensor]:
+        """See `Communicator`."""
+        key, name, mine, likes = handle
+        (stream, members), _ = key
         parts = self.world.meetings[key]
         self.world.block(
             self.rank,
             lambda: len(parts) == len(members),
-            f"{name} of ranks {members} (missing: {[m for m in members if m not in parts]})",
+            f"{name} of ranks {members} on stream {stream!r} "
+            f"(missing: {[m for m in members if m not in parts]})",
         )
-        result = _collective(name, [parts[m] for m in members], members.index(self.rank))
+        place = members.index(self.rank)
+        results = [
+            _collective(name, [parts[m][i] for m in members], place, like)
+            for i, like in enumerate(likes)
+        ]
         self.world.left[key] = self.world.left.get(key, 0) + 1
         if self.world.left[key] == len(members):
             del self.world.meetings[key], self.world.left[key]
-        if tuple(result.shape) != tuple(like.shape):
-            raise PiperRuntimeError(
-                f"{name}: got {tuple(result.shape)}, expected {tuple(like.shape)}"
-            )
-        return result
+        if name != "all_reduce":
+            return results
+        return [value.copy_(result) for value, result in zip(mine, results, strict=True)]
 
-    def prepare_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+    def prepare_groups(self, groups: Sequence[Group]) -> None:
         """Nothing to create."""
 
     def reduce_now(self, value: Tensor) -> Tensor:
         """See `Communicator`."""
-        everyone = range(self.world_size)
-        return self.wait(self.start_collective("all_reduce", value, everyone, value))
+        everyone = ("now", tuple(range(self.world_size)))
+        handle = self.start_collective("all_reduce", [value.clone()], everyone, [value])
+        return self.wait_all(handle)[0]
 
     def publish(self, key: str, text: str) -> None:
         """See `Communicator`."""
@@ -242,16 +250,27 @@ class LocalCommunicator:
                 return None
         return store[key] if is_there() else None
 
+    def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
+        """See `Communicator`."""
+        table = [list(g) for g in groups] if len(groups) > 1 else list(groups[0])
+        return compat.mesh_of(table, self.rank, device, [])
+
     def abandon(self) -> None:
         """See `Communicator`."""
 
 
-def _collective(name: str, parts: list[Tensor], place: int) -> Tensor:
+def _collective(name: str, parts: list[Tensor], place: int, like: Any) -> Tensor:
     if name == "all_gather":
-        return torch.cat(parts)
-    if name == "all_to_all":
-        return torch.cat([part.chunk(len(parts))[place] for part in parts])
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total.chunk(len(parts))[place].clone() if name == "reduce_scatter" else total
+        result = torch.cat(parts).narrow(0, 0, like.shape[0])
+    elif name == "all_to_all":
+        result = torch.cat([part.chunk(len(parts))[place] for part in parts])
+    else:
+        result = parts[0].clone()
+        for part in parts[1:]:
+            result += part
+        if name == "reduce_scatter":
+            rows = like.shape[0]
+            result = with_rows(result, rows * len(parts)).narrow(0, place * rows, rows).clone()
+    if tuple(result.shape) != tuple(like.shape):
+        raise PiperRuntimeError(f"{name}: got {tuple(result.shape)}, expected {tuple(like.shape)}")
+    return result

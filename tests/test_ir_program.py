@@ -215,6 +215,8 @@ def test_program_text_tells_any_difference(plans: dict[str, piper.Plan]):
         "grads": program.grads[:-1],
         "buffers": program.buffers[:-1],
         "chunks": program.chunks[:-1],
+        "replicas": ((0, (0, 1)),),
+        "shards": ((0, (0, 1)),),
         "peak_bytes": program.peak_bytes + 1,
     }
     assert set(changed) == {f.name for f in fields(RankProgram)}

@@ -412,9 +412,9 @@ def test_place_refuses_several_ranks_that_share_nothing():
         refused(lambda: placed({(0, 1): {"PP": 0}, (2, 3): {"PP": 1}}, world=4)),
         """\
 the placement is not possible
-  B.PP0.MB1 is placed on 2 ranks (0, 1), and no directive says how they share it
+  F.PP0.MB0 is placed on 2 ranks (0, 1), and no directive says how they share it
     hint  add piper.Replicate(...) or piper.Shard(...), or place it on one rank
-  B.PP1.MB1 is placed on 2 ranks (2, 3), and no directive says how they share it
+  F.PP1.MB0 is placed on 2 ranks (2, 3), and no directive says how they share it
     hint  add piper.Replicate(...) or piper.Shard(...), or place it on one rank""",
     )
 

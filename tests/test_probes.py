@@ -15,7 +15,8 @@ from torch import nn
 import piper_dynamo as piper
 from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.ir import ops
-from piper_dynamo.ir.graph import Dag, call, is_pick, print_dag, producer, results_of, task_of
+from piper_dynamo.ir.graph import Dag, is_pick, print_dag, producer, results_of, task_of
+from piper_dynamo.ir.graph import collective as collect
 from piper_dynamo.ir.task import Kind, Task
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.chunks import compile_chunks
@@ -64,11 +65,22 @@ def template(model: nn.Module, x: torch.Tensor) -> Dag:
 
 
 def collective(dag: Dag, kind: Kind, value, after, name: str, stream: str):
-    function = {k: f for f, k in ops.COMMUNICATION.items()}[kind]
-    spec = ops.result_spec(kind, value.meta["spec"], len(GROUP))
+    have = value.meta["spec"]
+    rows = {Kind.ALL_GATHER: 2, Kind.REDUCE_SCATTER: 0.5, Kind.ALL_TO_ALL: 1}[kind]
+    spec = replace(have, shape=(int(have.shape[0] * rows), *have.shape[1:])).contiguous()
     task = Task(kind=kind, label=name, devices=GROUP, stream=stream)
+    function = getattr(ops, str(kind))
     with dag.graph.inserting_after(after):
-        return call(dag.graph, task, function, (value,), {"group": GROUP}, name=name, spec=spec)
+        (made,) = collect(
+            dag.graph,
+            task,
+            function,
+            [value],
+            (GROUP,),
+            name=f"{kind}_{name}",
+            results=[(name, spec)],
+        )
+    return made
 
 
 def shard_bucket(dag: Dag) -> None:
@@ -157,16 +169,19 @@ def test_zero3_around_one_bucket():
 w = input    # float64[2, 4]
 x = input    # float64[3, 4]
 weight = input    # float64[]
-w_for_F_PP0_MB0 = all_gather(w, group=[0, 1])    # float64[4, 4]; on 0,1; stream gather
+all_gather_w_for_F_PP0_MB0 = all_gather([w], groups=[[0, 1]])    # on 0,1; stream gather
+w_for_F_PP0_MB0 = all_gather_w_for_F_PP0_MB0[0]    # float64[4, 4]
 F_PP0_MB0 = F_PP0(x, w_for_F_PP0_MB0)    # on 0,1
 mean_MB0 = F_PP0_MB0[0]    # float64[]
 bundle_PP0_MB0 = F_PP0_MB0[1]
-w_for_B_PP0_MB0 = all_gather(w, group=[0, 1])    # float64[4, 4]; on 0,1; stream gather
+all_gather_w_for_B_PP0_MB0 = all_gather([w], groups=[[0, 1]])    # on 0,1; stream gather
+w_for_B_PP0_MB0 = all_gather_w_for_B_PP0_MB0[0]    # float64[4, 4]
 B_PP0_MB0 = B_PP0(x, w_for_B_PP0_MB0, bundle_PP0_MB0, weight)    # on 0,1
 add_MB0 = B_PP0_MB0[0]    # float64[4, 4]
 loss = weighted_loss([mean_MB0], [weight])    # float64[]; on 0,1
 grad_w = accumulate(add_MB0)    # float64[4, 4]; on 0,1
-w_grad_shard = reduce_scatter(grad_w, group=[0, 1])    # float64[2, 4]; on 0,1; stream reduce
+reduce_scatter_w_grad_shard = reduce_scatter([grad_w], groups=[[0, 1]])    # on 0,1; stream reduce
+w_grad_shard = reduce_scatter_w_grad_shard[0]    # float64[2, 4]
 return {loss: [loss], outputs: [None], grads: {0: [w_grad_shard]}, buffers: {}}""",
     )
     (first, second), programs = run_by_hand(dag, model.w.detach().chunk(2), x.chunk(2))
@@ -188,17 +203,20 @@ w = input    # float64[3, 3]
 weight = input    # float64[]
 F_PP0_MB0 = F_PP0(x)    # on 0,1
 mul_MB0 = F_PP0_MB0[0]    # float64[2, 3]
-mul_MB0_exchanged = all_to_all(mul_MB0, group=[0, 1])    # float64[2, 3]; on 0,1; stream ep
+all_to_all_mul_MB0_exchanged = all_to_all([mul_MB0], groups=[[0, 1]])    # on 0,1; stream ep
+mul_MB0_exchanged = all_to_all_mul_MB0_exchanged[0]    # float64[2, 3]
 F_PP0_EP0_MB0 = F_PP0_EP0(mul_MB0_exchanged, w)    # on 0,1
 tanh_MB0 = F_PP0_EP0_MB0[0]    # float64[2, 3]
 bundle_PP0_EP0_MB0 = F_PP0_EP0_MB0[1]
-tanh_MB0_exchanged = all_to_all(tanh_MB0, group=[0, 1])    # float64[2, 3]; on 0,1; stream ep
+all_to_all_tanh_MB0_exchanged = all_to_all([tanh_MB0], groups=[[0, 1]])    # on 0,1; stream ep
+tanh_MB0_exchanged = all_to_all_tanh_MB0_exchanged[0]    # float64[2, 3]
 F_PP0_MB0_v1 = F_PP0_v1(tanh_MB0_exchanged, mul_MB0)    # on 0,1
 mean_MB0 = F_PP0_MB0_v1[0]    # float64[]
 bundle_PP0_v1_MB0 = F_PP0_MB0_v1[1]
 B_PP0_MB0_v1 = B_PP0_v1(bundle_PP0_v1_MB0, weight)    # on 0,1
 mul_2_MB0 = B_PP0_MB0_v1[0]    # float64[2, 3]
-mul_2_MB0_exchanged = all_to_all(mul_2_MB0, group=[0, 1])    # float64[2, 3]; on 0,1; stream ep
+all_to_all_mul_2_MB0_exchanged = all_to_all([mul_2_MB0], groups=[[0, 1]])    # on 0,1; stream ep
+mul_2_MB0_exchanged = all_to_all_mul_2_MB0_exchanged[0]    # float64[2, 3]
 B_PP0_EP0_MB0 = B_PP0_EP0(bundle_PP0_EP0_MB0, mul_2_MB0_exchanged)    # on 0,1
 mm_1_MB0 = B_PP0_EP0_MB0[0]    # float64[3, 3]
 B_PP0_MB0 = nothing()    # on 0,1

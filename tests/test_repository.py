@@ -25,7 +25,10 @@ MAX_LINES = 600
 
 # Modules that join the parts; everything else must be usable without them.
 FACADE = frozenset(
-    {"", "__main__", "access", "api", "backend", "cli", "measure", "planning", "step", "train"}
+    {
+        *("", "__main__", "access", "agreement", "api", "backend", "cli"),
+        *("measure", "planning", "step", "train"),
+    }
 )
 # Modules that import no other part: every layer may use them.
 COMMON = frozenset({"errors", "_torch_compat"})

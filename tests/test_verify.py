@@ -470,7 +470,7 @@ def collective(
     """One collective and its wait, of the register `w`."""
     spec = TensorSpec(shape=(4,), dtype=torch.float16, stride=(1,))
     start = Instr(
-        op=op, task=f"c{number}", inputs=("w",), outputs=(f"h{number}",), group=group, spec=spec
+        op=op, task=f"c{number}", inputs=("w",), outputs=(f"h{number}",), group=group, specs=(spec,)
     )
     wait = Instr(op=Op.WAIT, task=f"c{number}", inputs=(f"h{number}",), outputs=(f"r{number}",))
     return [start, wait]
@@ -509,7 +509,7 @@ def test_collectives_in_two_orders_are_refused():
     other = [*collective(1, 1, both), *collective(1, 0, both)]
     text = refused(by_hand(one, other))
     assert (
-        "group (0, 1): collective 0 differs between rank 0 (all_reduce c0) "
+        "group (0, 1) on stream 'compute': collective 0 differs between rank 0 (all_reduce c0) "
         "and rank 1 (all_reduce c1)" in text
     )
 
@@ -527,8 +527,7 @@ def test_unlike_collectives_are_refused(part: str):
     both = (0, 1)
     start, wait = collective(1, 0, both, Op.ALL_GATHER if part == "op" else Op.ALL_REDUCE)
     if part == "shape":
-        assert start.spec is not None
-        start = replace(start, spec=replace(start.spec, shape=(5,)))
+        start = replace(start, specs=(replace(start.specs[0], shape=(5,)),))
     assert "collective 0 differs" in refused(by_hand(collective(0, 0, both), [start, wait]))
 
 

@@ -8,7 +8,7 @@ nodes, the only edges that carry no value. The output node names what a step giv
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,27 @@ from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 
 WEIGHT = "weight"  # name of the placeholder(s) that scale a microbatch's loss and tangent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the ranks of a device group hold a replicated parameter.
+
+    Attributes:
+        bucket: Parameters of one bucket are gathered and reduced as one.
+        shard_groups: Each group's ranks hold a block of rows each; none where all hold it whole.
+        stream: Logical stream of its gathers.
+        prefetch: How many uses ahead it is gathered.
+        keep: How long it stays: "chunk", "step", or how many buckets do.
+        where: The directive that says so.
+    """
+
+    bucket: str
+    shard_groups: tuple[tuple[int, ...], ...]
+    stream: str
+    prefetch: int
+    keep: str | int
+    where: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +59,7 @@ class Dag:
         num_microbatches: 1 before the batch is split.
         orders: Pairs (before, after) of task nodes; with the directive's own line.
         training: Whether there is a backward.
+        layouts: How each replicated parameter is held, by position and device group.
     """
 
     graph: fx.Graph
@@ -49,6 +71,7 @@ class Dag:
     num_microbatches: int = 1
     orders: list[tuple[Node, Node, str]] = field(default_factory=list)
     training: bool = True
+    layouts: dict[tuple[int, tuple[int, ...]], Layout] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Node]:
         """Compute nodes, empty phases included, in graph order."""
@@ -128,6 +151,25 @@ def call(
     if spec is not None:
         node.meta["spec"] = spec
     return node
+
+
+def collective(
+    graph: fx.Graph,
+    task: Task,
+    target: Any,
+    values: Sequence[Node],
+    groups: tuple[tuple[int, ...], ...],
+    *,
+    name: str,
+    results: Sequence[tuple[str, TensorSpec]],
+) -> tuple[Node, ...]:
+    """One collective over several values: a pick per value, with the names and specs given."""
+    node = call(graph, task, target, (list(values),), {"groups": groups}, name=name)
+    picks: list[Node] = []
+    for index, (label, spec) in enumerate(results):
+        with graph.inserting_after(picks[-1] if picks else node):
+            picks.append(pick(graph, node, index, label, spec))
+    return tuple(picks)
 
 
 def safe(text: str) -> str:

@@ -1,8 +1,8 @@
 """The functions that nodes of the Global Training DAG call beside chunks.
 
 Those before placement compute, so that the DAG runs on one process; those that only a rank program
-can do (`send`, `recv`, the collectives) raise when called, and their shapes come from
-`result_spec`.
+can do (`send`, `recv`, the collectives) raise when called. A collective takes several values,
+which travel as one, and gives as many; their specs are those of its picks.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from piper_dynamo.errors import PiperError
-from piper_dynamo.ir.spec import TensorSpec, contiguous_stride
-from piper_dynamo.ir.task import Kind
+from piper_dynamo.ir.spec import TensorSpec
 
 
 def slice_batch(batch: Tensor, dim: int | None, index: int, parts: int) -> Tensor:
@@ -71,54 +70,30 @@ def recv(sent: Tensor) -> Tensor:
     raise _only_in_programs("recv")
 
 
-def all_reduce(value: Tensor, *, group: tuple[int, ...]) -> Tensor:
-    """The sum over the group, on every rank of it."""
+Groups = tuple[tuple[int, ...], ...]  # a rank takes part in the group that names it
+
+
+def all_reduce(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+    """The sums over the group, on every rank of it, in place of the values."""
     raise _only_in_programs("all_reduce")
 
 
-def all_gather(shard: Tensor, *, group: tuple[int, ...]) -> Tensor:
-    """The group's equal shards joined along dim 0."""
+def all_gather(shards: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+    """The group's equal blocks joined along dim 0; what the last ones have too much is cut off."""
     raise _only_in_programs("all_gather")
 
 
-def reduce_scatter(value: Tensor, *, group: tuple[int, ...]) -> Tensor:
-    """This rank's slice, along dim 0, of the sum over the group."""
+def reduce_scatter(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+    """This rank's block of rows of the sums over the group; zeros make up for missing rows."""
     raise _only_in_programs("reduce_scatter")
 
 
-def all_to_all(value: Tensor, *, group: tuple[int, ...]) -> Tensor:
-    """Equal slices along dim 0: the i-th goes to the group's i-th rank."""
+def all_to_all(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+    """Equal blocks along dim 0: the i-th goes to the group's i-th rank."""
     raise _only_in_programs("all_to_all")
 
 
-COMMUNICATION = {
-    send: Kind.SEND,
-    recv: Kind.RECV,
-    all_reduce: Kind.ALL_REDUCE,
-    all_gather: Kind.ALL_GATHER,
-    reduce_scatter: Kind.REDUCE_SCATTER,
-    all_to_all: Kind.ALL_TO_ALL,
-}
-
-
-def result_spec(kind: Kind, spec: TensorSpec, group_size: int) -> TensorSpec:
-    """The spec of a communication's result, per rank.
-
-    Raises:
-        PiperError: A reduce-scatter or all-to-all of a dim 0 that the group does not divide.
-    """
-    rows = spec.shape[0] if spec.shape else 1
-    if kind is Kind.ALL_GATHER:
-        rows *= group_size
-    elif kind is Kind.REDUCE_SCATTER:
-        if rows % group_size:
-            raise PiperError(
-                f"reduce_scatter: dim 0 of {spec} does not divide over {group_size} ranks"
-            )
-        rows //= group_size
-    elif kind is Kind.ALL_TO_ALL and rows % group_size:
-        raise PiperError(f"all_to_all: dim 0 of {spec} does not divide over {group_size} ranks")
-    if not spec.shape:
-        return spec
-    shape = (rows, *spec.shape[1:])
-    return replace(spec, shape=shape, stride=contiguous_stride(shape))
+def block_spec(spec: TensorSpec, parts: int) -> TensorSpec:
+    """One of `parts` blocks of rows, as a shard is stored and sent: rows rounded up."""
+    rows = -(-spec.shape[0] // parts)
+    return replace(spec, shape=(rows, *spec.shape[1:])).contiguous()

@@ -34,13 +34,14 @@ class Op(StrEnum):
     LOSS = "loss"  # losses and weights, interleaved -> their weighted sum
     CONCAT = "concat"  # join along `dim`, or stack where it is None
     FREE = "free"  # forget registers
-    ALL_REDUCE = "all_reduce"  # start a collective over `group` -> handle
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
-    ALL_TO_ALL = "all_to_all"
+    ALL_REDUCE = "all_reduce"  # start to sum over `group`, in place -> handle
+    REDUCE_SCATTER = "reduce_scatter"  # the same, keeping one block of rows -> handle
+    ALL_GATHER = "all_gather"  # start to join the group's blocks of rows -> handle
+    ALL_TO_ALL = "all_to_all"  # start to exchange equal blocks of rows -> handle
 
 
 COLLECTIVES = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL})
+Group = tuple[str, tuple[int, ...]]  # a communicator: a stream, and the ranks on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class Instr:
         dim: SLICE, CONCAT.
         part: SLICE: which of `parts`.
         parts: SLICE: into how many.
-        spec: POST and collectives: the result. SEND: the value.
+        spec: POST: the result. SEND: the value.
+        specs: Collectives: the results, one per input; they travel as one.
         nbytes: Memory each output takes anew (0 for views).
         stream: The logical stream.
         where: The user's source line.
@@ -87,9 +89,15 @@ class Instr:
     part: int = 0
     parts: int = 0
     spec: TensorSpec | None = None
+    specs: tuple[TensorSpec, ...] = ()
     nbytes: tuple[int, ...] = ()
     stream: str = "compute"
     where: str = ""
+
+    @property
+    def communicator(self) -> Group:
+        """Of a collective: concurrent streams never share one."""
+        return (self.stream, self.group)
 
     def reads(self) -> tuple[str, ...]:
         """Every register it reads, its bundle included."""
@@ -140,7 +148,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, TensorSpec):
         dtype = str(value.dtype).removeprefix("torch.")
         return [list(value.shape), dtype, list(value.stride), value.device]
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
 _REGISTER = re.compile(r"\w+")
@@ -150,6 +158,8 @@ _LISTS = ("group", "nbytes", "seed")
 
 def _rich(key: str, value: Any) -> Any:
     """A field's value from JSON; the types are exactly those that printing gives."""
+    if key == "specs":
+        return tuple(_rich("spec", one) for one in value)
     if key == "spec":
         shape, dtype, stride, device = value
         found = getattr(torch, dtype)
@@ -191,6 +201,10 @@ class RankProgram:
         outputs: Index and register of each other output this rank owns.
         grads: Argument position and register of each gradient this rank ends with.
         buffers: Argument position and register of each buffer's new value.
+        replicas: Argument position of each parameter whose gradient is summed over several ranks,
+            and these ranks.
+        shards: Argument position of each parameter of which this rank holds a block of rows, and
+            the ranks that hold the others, in row order.
         chunks: Structural key of each chunk name.
         peak_bytes: Predicted peak of what the step allocates, without parameters and gradients
             held before it.
@@ -208,6 +222,8 @@ class RankProgram:
     grads: tuple[tuple[int, str], ...]
     buffers: tuple[tuple[int, str], ...]
     chunks: tuple[tuple[str, str], ...]
+    replicas: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    shards: tuple[tuple[int, tuple[int, ...]], ...] = ()
     peak_bytes: int = 0
 
     def results(self) -> set[str]:

@@ -46,6 +46,9 @@ class Kind(StrEnum):
     ALL_TO_ALL = "all_to_all"
 
 
+COLLECTIVE_KINDS = frozenset(
+    {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL}
+)
 _TAG = r"(?:[A-Za-z_][A-Za-z0-9_]*[A-Za-z_]|[A-Za-uw-zA-Z_])\d+"
 _NAME = re.compile(rf"(F|B|BI|BW)((?:\.{_TAG})*)(?:\.v(\d+))?")
 _ONE_TAG = re.compile(r"([A-Za-z_](?:[A-Za-z0-9_]*[A-Za-z_])?)(\d+)")

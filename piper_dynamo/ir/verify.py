@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperPlanError, format_error, join_faults
 from piper_dynamo.ir.cycle import find_cycle
-from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram
+from piper_dynamo.ir.program import COLLECTIVES, Group, Instr, Op, RankProgram
 
 
 def verify(programs: Sequence[RankProgram]) -> None:
@@ -155,13 +155,13 @@ def _check_messages(programs: Sequence[RankProgram]) -> list[str]:
 
 
 def _wire(instr: Instr) -> tuple[object, ...]:
-    return (instr.spec.shape, instr.spec.dtype) if instr.spec is not None else ()
+    return tuple((s.shape, s.dtype) for s in (instr.spec, *instr.specs) if s is not None)
 
 
 def _check_collectives(programs: Sequence[RankProgram]) -> list[str]:
     """Per group, every member issues the same collectives in the same order."""
     faults = []
-    issued: dict[tuple[int, ...], dict[int, list[Instr]]] = {}
+    issued: dict[Group, dict[int, list[Instr]]] = {}
     for program in programs:
         for index, instr in enumerate(program.instrs):
             if instr.op in COLLECTIVES:
@@ -169,8 +169,8 @@ def _check_collectives(programs: Sequence[RankProgram]) -> list[str]:
                     faults.append(
                         f"{where(programs, program.rank, index)}: is not in its group {instr.group}"
                     )
-                issued.setdefault(instr.group, {}).setdefault(program.rank, []).append(instr)
-    for group, found in issued.items():
+                issued.setdefault(instr.communicator, {}).setdefault(program.rank, []).append(instr)
+    for (stream, group), found in issued.items():
         lists = {rank: [(i.op, i.task, _wire(i)) for i in found.get(rank, [])] for rank in group}
         first = lists[group[0]]
         for rank, mine in lists.items():
@@ -180,7 +180,8 @@ def _check_collectives(programs: Sequence[RankProgram]) -> list[str]:
                     min(len(first), len(mine)),
                 )
                 faults.append(
-                    f"group {group}: collective {step} differs between rank {group[0]} "
+                    f"group {group} on stream {stream!r}: collective {step} differs "
+                    f"between rank {group[0]} "
                     f"({_item(first, step)}) and rank {rank} ({_item(mine, step)})"
                 )
     return faults
@@ -213,7 +214,7 @@ class _HappensBefore:
         self.successors: list[list[int]] = [[] for _ in self.points]
         self.sends: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.posts: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self.groups: dict[tuple[tuple[int, ...], int], list[tuple[int, int]]] = {}
+        self.groups: dict[tuple[Group, int], list[tuple[int, int]]] = {}
         self.handles: dict[tuple[int, str], tuple[int, int]] = {}
         for program in programs:
             self._host_order(program)
@@ -223,7 +224,7 @@ class _HappensBefore:
     def _host_order(self, program: RankProgram) -> None:
         """An instruction is issued after the one before it is, or after its end if that waits."""
         rank = program.rank
-        issued: dict[tuple[int, ...], int] = {}
+        issued: dict[Group, int] = {}
         for index, instr in enumerate(program.instrs):
             self.edge(self.at(rank, index), self.at(rank, index, done=True))
             starts = instr.op in (Op.SEND, Op.POST) or instr.op in COLLECTIVES
@@ -235,9 +236,10 @@ class _HappensBefore:
                 self.posts[instr.peer, rank, instr.message] = (rank, index)
                 self.handles[rank, instr.outputs[0]] = (rank, index)
             elif instr.op in COLLECTIVES:
-                number = issued.get(instr.group, 0)
-                issued[instr.group] = number + 1
-                self.groups.setdefault((instr.group, number), []).append((rank, index))
+                group = instr.communicator
+                number = issued.get(group, 0)
+                issued[group] = number + 1
+                self.groups.setdefault((group, number), []).append((rank, index))
                 self.handles[rank, instr.outputs[0]] = (rank, index)
 
     def _messages(self) -> None:

@@ -1,0 +1,185 @@
+"""Gather: sharded parameters made whole where they are used.
+
+Terms: a *use* is a task that reads sharded parameters; a gather is issued some uses ahead of the
+one it is for (`prefetch`), and what it gives stays for that use, for the step, or until its place
+is needed (`keep`).
+
+Signature: DAG with layouts, and the order of every device group's tasks -> DAG with gathers, and
+order edges that say when they are issued.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch.fx.node import Node
+
+from piper_dynamo.ir import ops
+from piper_dynamo.ir.graph import Dag, Layout, collective, producer, safe, task_of
+from piper_dynamo.ir.task import Kind, Task
+
+Devices = tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gather:
+    """One gather of a bucket, from its first use until it is let go.
+
+    Attributes:
+        bucket: Which bucket.
+        at: The index, among the uses, of the one it is for.
+        readers: Tasks that read what it gives.
+        positions: Parameters that they read.
+    """
+
+    bucket: str
+    at: int
+    readers: list[Node] = field(default_factory=list)
+    positions: dict[int, None] = field(default_factory=dict)
+
+
+class Gather:
+    """Insert a gather per bucket and residency, and bound how many gradient shards are in flight.
+
+    rewrite:   F(w) ; B(w)
+               keep "chunk"  ->  F(all_gather([w])) ; B(all_gather([w]))
+               keep "step"   ->  a = all_gather([w]) ; F(a) ; B(a)
+               keep k        ->  as "step" while at most k buckets are there; the one whose next
+                   use is furthest makes room (Belady 1966)
+               order edges   ->  issued after the task that runs just before `prefetch` uses ahead;
+                   a microbatch's reduction follows the end of the bucket's one before
+    requires:  the order is that in which the group's ranks run their tasks
+    keeps:     values
+    """
+
+    name = "gather"
+
+    def __init__(self, order: Mapping[Devices, Sequence[Node]]) -> None:
+        self._order = order
+
+    def __call__(self, dag: Dag) -> None:
+        """Rewrite `dag` in place."""
+        sharded: dict[Devices, dict[int, Layout]] = {}
+        for (position, devices), layout in dag.layouts.items():
+            if layout.shard_groups:
+                sharded.setdefault(devices, {})[position] = layout
+        first = next(n for n in dag.graph.nodes if n.op != "placeholder")
+        for devices, layouts in sharded.items():
+            tasks = self._order[devices]
+            uses = [(i, n, reads) for i, n in enumerate(tasks) if (reads := _reads(n, layouts))]
+            with dag.graph.inserting_before(first):
+                for gather in _plan([(n, reads) for _, n, reads in uses], layouts):
+                    self._insert(dag, devices, gather, layouts, [i for i, _, _ in uses])
+        for tasks in self._order.values():
+            _chain_reductions(dag, tasks)
+
+    def _insert(
+        self,
+        dag: Dag,
+        devices: Devices,
+        gather: _Gather,
+        layouts: dict[int, Layout],
+        uses: list[int],
+    ) -> None:
+        tasks = self._order[devices]
+        layout = layouts[next(iter(gather.positions))]
+        user = gather.readers[0]
+        sources = {n.meta["arg"]: n for n in user.all_input_nodes if "arg" in n.meta}
+        for reader in gather.readers[1:]:
+            sources |= {n.meta["arg"]: n for n in reader.all_input_nodes if "arg" in n.meta}
+        name = f"{gather.bucket}.{task_of(user).name}"
+        made = collective(
+            dag.graph,
+            Task(
+                kind=Kind.ALL_GATHER,
+                label=f"params.{name}",
+                devices=devices,
+                stream=layout.stream,
+                where=task_of(user).where,
+            ),
+            ops.all_gather,
+            [sources[p] for p in gather.positions],
+            layout.shard_groups,
+            name=f"all_gather_{safe(name)}_on_{devices[0]}",
+            results=[
+                (f"{sources[p].name}_for_{user.name}", sources[p].meta["spec"])
+                for p in gather.positions
+            ],
+        )
+        for reader in gather.readers:
+            for position, whole in zip(gather.positions, made, strict=True):
+                reader.replace_input_with(sources[position], whole)
+        ahead = uses[max(gather.at - layout.prefetch, 0)]
+        if ahead:
+            dag.orders.append((tasks[ahead - 1], producer(made[0]), layout.where))
+
+
+def _reads(node: Node, layouts: Mapping[int, Layout]) -> list[int]:
+    if node.meta.get("phase") is None:
+        return []
+    return [n.meta["arg"] for n in node.all_input_nodes if n.meta.get("arg") in layouts]
+
+
+def _plan(uses: Sequence[tuple[Node, list[int]]], layouts: Mapping[int, Layout]) -> list[_Gather]:
+    """The gathers of one device group, in the order in which they are needed."""
+    wanted = [dict.fromkeys(layouts[p].bucket for p in reads) for _, reads in uses]
+    later: dict[str, list[int]] = {}  # the uses of each bucket, last first
+    for i in reversed(range(len(uses))):
+        for bucket in wanted[i]:
+            later.setdefault(bucket, []).append(i)
+    resident: dict[str, _Gather] = {}
+    found: list[_Gather] = []
+    keep = {layout.bucket: layout for layout in layouts.values()}
+    for i, (node, reads) in enumerate(uses):
+        for bucket in wanted[i]:
+            later[bucket].pop()
+            gather = resident.get(bucket)
+            if gather is None:
+                gather = _Gather(bucket=bucket, at=i)
+                found.append(gather)
+                _make_room(resident, keep, bucket, wanted[i], later)
+                if keep[bucket].keep != "chunk":
+                    resident[bucket] = gather
+            gather.readers.append(node)
+            gather.positions.update(dict.fromkeys(p for p in reads if layouts[p].bucket == bucket))
+    return found
+
+
+def _make_room(
+    resident: dict[str, _Gather],
+    keep: Mapping[str, Layout],
+    bucket: str,
+    needed_now: Mapping[str, None],
+    later: Mapping[str, list[int]],
+) -> None:
+    """Let go of buckets until `bucket` may stay, those first that are needed last."""
+    limit = keep[bucket].keep
+    if not isinstance(limit, int):
+        return
+    counted = [b for b in resident if keep[b].where == keep[bucket].where]
+    free = [b for b in counted if b not in needed_now]
+    free.sort(key=lambda b: later[b][-1] if later[b] else math.inf)
+    while len(counted) >= limit and free:
+        gone = free.pop()
+        counted.remove(gone)
+        del resident[gone]
+
+
+def _chain_reductions(dag: Dag, tasks: Sequence[Node]) -> None:
+    """Each reduction into a sum starts when the one before, in running order, has ended."""
+    rank = {node: i for i, node in enumerate(tasks)}
+    chained: dict[tuple[Node, Node], None] = {}
+    for node in dag.graph.nodes:
+        task = node.meta.get("task")
+        if task is None or task.kind is not Kind.ACCUMULATE:
+            continue
+        parts = [producer(n) for n in node.all_input_nodes]
+        if not parts or any(task_of(p).kind is Kind.COMPUTE for p in parts):
+            continue
+        made = {p: max(rank.get(producer(n), -1) for n in p.all_input_nodes) for p in parts}
+        if min(made.values()) < 0:
+            continue  # of another device group
+        ordered = sorted(made, key=made.__getitem__)
+        chained.update(dict.fromkeys(pairwise(ordered)))
+    dag.orders += [(a, b, "one reduction of a bucket at a time") for a, b in chained]

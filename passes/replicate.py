@@ -1,0 +1,367 @@
+"""Replicate: data parallelism and ZeRO 0-3, as far as gradients and the loss are concerned.
+
+Terms: *replicas* are the ranks of a device group that run the same tasks on different data; a
+*bucket* is the parameters that a region is the first to use, reduced and gathered as one; a *shard*
+is a replica's block of a parameter's rows (as many for each, rounded up), a DTensor's `Shard(0)`.
+
+Signature: placed DAG with one gradient per holder -> DAG with reductions, and the layout of every
+replicated parameter. `gather.py` makes parameters whole again where they are used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx.node import Node
+
+from piper_dynamo.errors import PiperPlanError, join_faults
+from piper_dynamo.ir import ops
+from piper_dynamo.ir.graph import (
+    Dag,
+    Layout,
+    collective,
+    is_pick,
+    producer,
+    results_of,
+    safe,
+    task_of,
+)
+from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.ops import Groups
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.task import Kind, RegionId, Task
+from piper_dynamo.passes.select import describe_miss
+
+Devices = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replication:
+    """One Replicate directive: what it matches, what it asks for, and its name in a message.
+
+    `mesh` (anything with `names` and `shape`) numbers the ranks along its axes, the last fastest.
+    """
+
+    filter: Any
+    zero: int
+    label: str
+    reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
+    prefetch: int = 1
+    keep: str | int = "chunk"
+    axes: tuple[str, ...] | None = None
+    shard_axes: tuple[str, ...] | None = None
+    mesh: Any = None
+
+    def covers(self, devices: Devices) -> bool:
+        """Whether its axes number all these ranks."""
+        return self.axes is None or self._along(devices, self.axes) == (devices,)
+
+    def shard_groups(self, devices: Devices) -> Groups:
+        """The ranks that hold the blocks of one copy of a parameter, for each copy."""
+        if self.shard_axes is None:
+            return (devices,)
+        return self._along(devices, self.shard_axes)
+
+    def copy_groups(self, devices: Devices) -> Groups:
+        """The ranks that hold the same block, for each block; none where there is one copy."""
+        groups = self.shard_groups(devices)
+        return tuple(zip(*groups, strict=True)) if len(groups) > 1 else ()
+
+    def _along(self, devices: Devices, axes: tuple[str, ...]) -> Groups:
+        """The devices grouped by their place on all other axes."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in devices:
+            place, left = [], rank
+            for name, size in reversed(tuple(zip(self.mesh.names, self.mesh.shape, strict=True))):
+                left, at = divmod(left, size)
+                if name not in axes:
+                    place.append(at)
+            found.setdefault(tuple(place), []).append(rank)
+        return tuple(tuple(group) for group in found.values())
+
+
+class Replicate:
+    """Sum gradients and the loss over replicas; decide which parameters are sharded.
+
+    rewrite:   g = accumulate(B.MB0, B.MB1)
+               zero 0   ->  all_reduce([g]) once per bucket, in place
+               zero 1   ->  reduce_scatter([g]) once per bucket
+               zero 2+  ->  accumulate(reduce_scatter([B.MB0]), reduce_scatter([B.MB1]))
+               loss     ->  all_reduce([loss])
+    requires:  tasks are placed; each holder has a gradient of its own (tie); a region on several
+        ranks is matched by one Replicate; regions that share a parameter agree on how
+    keeps:     values up to summation order, of one process on all replicas' data, where the loss
+        weights count the replicas
+    """
+
+    name = "replicate"
+
+    def __init__(self, replications: Sequence[Replication]) -> None:
+        self._replications = replications
+
+    def __call__(self, dag: Dag) -> None:
+        """Rewrite `dag` in place."""
+        faults = [
+            f"{r.label} " + describe_miss(r.filter, dag)
+            for r in self._replications
+            if not any(r.filter.matches(_tags(region)) for region in dag.regions)
+        ]
+        groups = sorted({task_of(n).devices for n in dag.tasks() if len(task_of(n).devices) > 1})
+        buckets = [b for devices in groups for b in self._buckets(dag, devices, faults)]
+        if faults:
+            raise PiperPlanError(join_faults("the replication is not possible", faults))
+        for bucket in buckets:
+            for position in bucket.positions:
+                dag.layouts[position, bucket.devices] = bucket.layout(dag.args[position].spec)
+        if dag.training:
+            gradients = _gradients(dag)
+            for bucket in buckets:
+                _reduce(dag, bucket, gradients)
+            _check_ties(dag)
+        _reduce_loss(dag, buckets)
+
+    def _buckets(self, dag: Dag, devices: Devices, faults: list[str]) -> "list[_Bucket]":
+        """The parameters of a device group, by the first region that reads them."""
+        readers = _readers(dag, devices)
+        found: list[_Bucket] = []
+        home: dict[int, tuple[Replication, RegionId]] = {}
+        for region in dag.regions:
+            if region not in readers:
+                continue
+            mine = [r for r in self._replications if r.filter.matches(_tags(region))]
+            if len(mine) > 1:
+                labels = " and ".join(r.label for r in mine)
+                faults.append(f"{region} is replicated twice: {labels}")
+            if len(mine) != 1:
+                continue  # the place pass has refused what nobody replicates
+            (one,) = mine
+            if not one.covers(devices):
+                faults.append(
+                    f"{one.label}: its axes do not number the ranks {devices} of {region}\n"
+                    "  hint  name every axis along which the region's ranks differ"
+                )
+                continue
+            positions = []
+            for position in readers[region]:
+                other, where = home.setdefault(position, (one, region))
+                if where == region:
+                    positions.append(position)
+                elif _how(other) != _how(one):
+                    faults.append(
+                        f"parameter {dag.args[position].name!r} is used in {where} and {region}, "
+                        f"which are replicated differently: {other.label} and {one.label}"
+                    )
+            found.append(
+                _Bucket(devices=devices, region=region, positions=tuple(positions), how=one)
+            )
+            if one.zero:
+                faults += [
+                    f"parameter {dag.args[p].name!r} is not contiguous and cannot be sharded\n"
+                    "  hint  make it contiguous before compiling, or use zero=0"
+                    for p in positions
+                    if not dag.args[p].spec.is_contiguous  # type: ignore[union-attr]
+                ]
+        return found
+
+
+def _how(one: Replication) -> tuple[Any, ...]:
+    return (min(one.zero, 1), one.zero >= 2, one.axes, one.shard_axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
+    """The parameters that a region is the first to use on one device group."""
+
+    devices: Devices
+    region: RegionId
+    positions: tuple[int, ...]
+    how: Replication
+
+    def layout(self, spec: TensorSpec | None) -> Layout:
+        assert spec is not None
+        groups = self.how.shard_groups(self.devices)
+        sharded = self.how.zero > 0 and len(groups[0]) > 1 and bool(spec.shape)
+        keep = self.how.keep if self.how.zero == 3 else "step"
+        return Layout(
+            bucket=str(self.region),
+            shard_groups=groups if sharded else (),
+            stream=self.how.gather_stream,
+            prefetch=self.how.prefetch,
+            keep=keep,
+            where=self.how.label,
+        )
+
+
+def _tags(region: RegionId) -> dict[str, int | str]:
+    return dict(region.tags)
+
+
+def _readers(dag: Dag, devices: Devices) -> dict[RegionId, list[int]]:
+    """The parameters that each region's tasks on these ranks read, in order of use."""
+    found: dict[RegionId, dict[int, None]] = {}
+    for node in dag.tasks():
+        task = task_of(node)
+        if task.devices != devices or task.name is None:
+            continue
+        mine = found.setdefault(task.name.region, {})
+        for source in node.all_input_nodes:
+            position = source.meta.get("arg")
+            if position is not None and dag.args[position].kind is ArgKind.PARAMETER:
+                mine[position] = None
+    return {region: list(positions) for region, positions in found.items()}
+
+
+def _gradients(dag: Dag) -> dict[tuple[int, Devices], Node]:
+    """The accumulation of every parameter's gradient on each of its holders."""
+    found: dict[tuple[int, Devices], Node] = {}
+    for key, nodes in results_of(dag.graph)["grads"].items():
+        if dag.args[int(key)].kind is not ArgKind.PARAMETER:
+            continue
+        for node in nodes:
+            parts = [node] if task_of(node).kind is Kind.ACCUMULATE else node.all_input_nodes
+            for part in parts:
+                found[int(key), task_of(part).devices] = part
+    return found
+
+
+def _reduce(dag: Dag, bucket: _Bucket, gradients: dict[tuple[int, Devices], Node]) -> None:
+    """Insert a bucket's reductions."""
+    sums = {
+        position: gradients[position, bucket.devices]
+        for position in bucket.positions
+        if (position, bucket.devices) in gradients
+    }
+    if not sums:
+        return
+    if bucket.how.zero < 2:
+        parts: list[dict[int, Node]] = [sums]
+    else:
+        by_task: dict[Node, dict[int, Node]] = {}
+        for position, node in sums.items():
+            for part in node.all_input_nodes:
+                by_task.setdefault(producer(part), {})[position] = part
+        parts = list(by_task.values())
+    for values in parts:
+        reduced = _collect(dag, bucket, values, _label(bucket, values))
+    if bucket.how.zero >= 2:  # the sums are of shards now
+        for node in sums.values():
+            node.meta["spec"] = node.all_input_nodes[0].meta["spec"]
+        reduced = sums
+    copies = bucket.how.copy_groups(bucket.devices)
+    if copies:
+        shards = {p: n for p, n in reduced.items() if dag.layouts[p, bucket.devices].shard_groups}
+        _all_reduce(dag, bucket, shards, copies, f"grads.{bucket.region}.copies")
+
+
+def _label(bucket: _Bucket, values: dict[int, Node]) -> str:
+    made = task_of(producer(next(iter(values.values())))).name
+    return f"grads.{made}" if bucket.how.zero >= 2 else f"grads.{bucket.region}"
+
+
+def _collect(dag: Dag, bucket: _Bucket, values: dict[int, Node], label: str) -> dict[int, Node]:
+    """Reduce these gradients: those of sharded parameters to shards, the others whole."""
+    layouts = {p: dag.layouts[p, bucket.devices] for p in values}
+    whole = {p: n for p, n in values.items() if not layouts[p].shard_groups}
+    sharded = {p: n for p, n in values.items() if layouts[p].shard_groups}
+    made = _all_reduce(dag, bucket, whole, (bucket.devices,), label)
+    if not sharded:
+        return made
+    groups = bucket.how.shard_groups(bucket.devices)
+    results = [
+        (f"{n.name}_shard", ops.block_spec(n.meta["spec"], len(groups[0])))
+        for n in sharded.values()
+    ]
+    return made | _insert(dag, bucket, Kind.REDUCE_SCATTER, sharded, groups, label, results)
+
+
+def _all_reduce(
+    dag: Dag, bucket: _Bucket, values: dict[int, Node], groups: Groups, label: str
+) -> dict[int, Node]:
+    if not values:
+        return {}
+    results = [(f"{n.name}_sum", n.meta["spec"]) for n in values.values()]
+    return _insert(dag, bucket, Kind.ALL_REDUCE, values, groups, label, results)
+
+
+def _insert(
+    dag: Dag,
+    bucket: _Bucket,
+    kind: Kind,
+    values: dict[int, Node],
+    groups: Groups,
+    label: str,
+    results: Sequence[tuple[str, TensorSpec]],
+) -> dict[int, Node]:
+    """One reduction over a bucket's values, behind the last of them; users take its results."""
+    nodes = list(values.values())
+    users = [list(n.users) for n in nodes]
+    last = max(nodes)
+    while is_pick(last.next):
+        last = last.next
+    task = Task(
+        kind=kind,
+        label=label,
+        devices=bucket.devices,
+        stream=bucket.how.reduce_stream,
+        where=task_of(producer(nodes[0])).where,
+    )
+    with dag.graph.inserting_after(last):
+        made = collective(
+            dag.graph,
+            task,
+            getattr(ops, kind.value),
+            nodes,
+            groups,
+            name=f"{kind.value}_{safe(label)}_on_{bucket.devices[0]}",
+            results=results,
+        )
+    for node, result, old in zip(nodes, made, users, strict=True):
+        for user in old:
+            user.replace_input_with(node, result)
+            if user < made[-1]:  # the sum of a tied parameter's gradients
+                made[-1].append(user)
+    return dict(zip(values, made, strict=True))
+
+
+def _check_ties(dag: Dag) -> None:
+    """A gradient that several groups add must be laid out alike on all of them."""
+    for key, nodes in results_of(dag.graph)["grads"].items():
+        for node in nodes:
+            if producer(node).meta.get("task") is None or task_of(producer(node)).kind != Kind.SUM:
+                continue
+            specs = {source.meta["spec"] for source in node.all_input_nodes}
+            if len({spec.shape for spec in specs}) > 1:
+                name = dag.args[int(key)].name
+                raise PiperPlanError(
+                    f"parameter {name!r} is used on several device groups, sharded differently; "
+                    "give its regions Replicate directives with equal zero and axes"
+                )
+            node.meta["spec"] = node.all_input_nodes[0].meta["spec"]
+
+
+def _reduce_loss(dag: Dag, buckets: list[_Bucket]) -> None:
+    loss = results_of(dag.graph)["loss"]
+    if loss is None or producer(loss).meta.get("task") is None:
+        return
+    task = task_of(producer(loss))
+    stream = next((b.how.reduce_stream for b in buckets if b.devices == task.devices), None)
+    if stream is None:
+        return
+    with dag.graph.inserting_after(loss):
+        (total,) = collective(
+            dag.graph,
+            Task(
+                kind=Kind.ALL_REDUCE,
+                label="loss",
+                devices=task.devices,
+                stream=stream,
+                where=task.where,
+            ),
+            ops.all_reduce,
+            [loss],
+            (task.devices,),
+            name="all_reduce_loss",
+            results=[("loss_sum", loss.meta["spec"])],
+        )
+    loss.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total.args[0])
