@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ SCHEDULES: dict[str, tuple[Placement, int]] = {
     "zbv": (VEE, 4),
     "dualpipev": (VEE, 4),
 }
+
+# For tests of four ranks: the other levels are run with the slow ones.
+FEW_LEVELS = [pytest.param(zero, marks=[pytest.mark.slow] * (zero % 2 == 0)) for zero in range(4)]
 
 OPTIMIZERS: tuple[Callable[[Iterable[Tensor]], torch.optim.Optimizer], ...] = (
     lambda params: torch.optim.SGD(params, lr=1.0),

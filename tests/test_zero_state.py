@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import piper_dynamo as piper
 from tests import jobs, replicas
 from tests.models import BareLoss, Dropped, Odd, Stack4, TiedLM, fill, rows
-from tests.replicas import CASES, LINE, LOOP, PAIR, TRIPLE, VEE, Case
+from tests.replicas import CASES, FEW_LEVELS, LINE, LOOP, PAIR, TRIPLE, VEE, Case
 from tests.test_state import TOUCHES
 
 UNEVEN, TIED, PLAIN, FROZEN = (CASES[name] for name in ("uneven", "tied", "plain", "frozen"))
@@ -134,7 +134,7 @@ def test_levels_that_differ_on_one_rank(levels: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("placement", [LINE, LOOP, VEE], ids=["line", "loop", "v"])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_holds_its_own_stages_and_loads_its_replicas_data(
     zero: int, placement: jobs.Placement
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_rank_holds_its_own_stages_and_loads_its_replicas_data(
         assert (data_rank, data_world) == (rank % 2, 2)
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", FEW_LEVELS)
 def test_what_a_rank_does_not_hold_whole_is_safe_to_touch(zero: int) -> None:
     """Of the other stage always; of its own where it has a shard. It names the way out."""
 
@@ -192,7 +192,7 @@ def test_a_rank_without_parameters() -> None:
         assert not ranks[3].params
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", FEW_LEVELS)
 def test_frozen_parameters_stay_frozen(zero: int) -> None:
     """No gradient, no optimizer state, the same bits after weight decay; the flag is kept."""
 
@@ -217,7 +217,7 @@ def test_frozen_parameters_stay_frozen(zero: int) -> None:
         assert found == {f"w.{2 * stage}": free, f"w.{2 * stage + 1}": trained}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", FEW_LEVELS)
 def test_unused_frozen_and_detached_parameters(zero: int) -> None:
     """No gradient, so weight decay leaves them alone; each is on some rank."""
     ranks = replicas.run(ODD, LINE, replicas.strategy(LINE, 2, "one_f_one_b", zero=zero))
@@ -238,7 +238,7 @@ def test_unused_frozen_and_detached_parameters(zero: int) -> None:
 
 
 @pytest.mark.parametrize(("placement", "schedule"), [(LINE, "one_f_one_b"), (VEE, "zbv")])
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", FEW_LEVELS)
 def test_copies_of_a_shared_parameter_are_equal_after_each_step(
     zero: int, placement: jobs.Placement, schedule: str
 ) -> None:
@@ -260,7 +260,7 @@ def test_copies_of_a_shared_parameter_are_equal_after_each_step(
         replicas.check_copies([rank[k] for rank in ranks], placement)
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", FEW_LEVELS)
 def test_norms_count_each_element_once(zero: int) -> None:
     """Shared by stages, whole on replicas, sharded, or empty; by reference numbers."""
     case = Case(build=lambda stages: TiedLM(), batch=lambda k: TiedLM.batch())
