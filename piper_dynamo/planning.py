@@ -132,11 +132,19 @@ class Plan:
         """The step on an ideal machine with the given costs."""
         return simulate(self.programs, costs or Costs(), self.halves)
 
-    def plot(self, path: str | Path, costs: Costs | None = None) -> None:
-        """Draw the simulated step, rank by time; PNG or SVG by the file's suffix."""
+    def plot(
+        self, path: str | Path, costs: Costs | None = None, *, unit: str = "units of cost"
+    ) -> None:
+        """Draw the simulated step, rank by time.
+
+        Args:
+            path: PNG or SVG, by its suffix.
+            costs: What things cost; None: every pass of a region 1.
+            unit: The unit of the costs; "s" where they are seconds.
+        """
         from piper_dynamo.timeline import plot_timeline
 
-        plot_timeline({"predicted": self.simulate(costs).timeline}, path)
+        plot_timeline({"predicted": self.simulate(costs).timeline}, path, unit=unit)
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         """The ranks that hold each parameter and buffer, by argument position."""

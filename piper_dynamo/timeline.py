@@ -166,8 +166,9 @@ def plot_timeline(
     Args:
         timelines: By heading, e.g. `{"predicted": ..., "measured": ...}`.
         path: PNG or SVG, by its suffix.
-        unit: The unit of all times: the panels then share one time axis. "s" is shown as ms or µs
-            where that reads better. Empty: each panel has an axis of its own.
+        unit: The unit of all times, for the labels: the panels then share one time axis. "s" is
+            shown as ms or µs where that reads better. Empty: none is claimed, and each panel has an
+            axis of its own.
         title: Above the picture.
 
     Raises:
@@ -193,18 +194,25 @@ def plot_timeline(
         figsize=(width_in, 0.8 + sum(row_in * h + 0.7 for h in heights)), layout="constrained"
     )
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(t.makespan for t in shown.values())
-    for (name, panel), (axis,) in zip(panels.items(), axes, strict=True):
+    scales: list[float] = []
+    for (name, panel), axis in zip(panels.items(), axes, strict=True):
         span = (longest if unit else panel.timeline.makespan) or 1.0
         scale, shown_unit = _scale(span, unit)
-        panel.draw(axis, span * scale, scale, width_in)
+        scales.append(scale)
+        panel.frame(axis, span * scale)
         length = f"{panel.timeline.makespan * scale:.3g} {shown_unit}".strip()
         axis.set_title(f"{name} · {length}", loc="left", fontsize=10)
         axis.set_xlabel(f"time ({shown_unit})" if shown_unit else "time", fontsize=8)
     _legend(figure, {e.kind for t in shown.values() for e in t.events})
     if title:
         figure.suptitle(title, fontsize=11)
+    # Lay out the frames alone: with the boxes and numbers, everything would be drawn twice.
+    figure.draw_without_rendering()
+    figure.set_layout_engine(None)
+    for panel, axis, scale in zip(panels.values(), axes, scales, strict=True):
+        panel.fill(axis, scale)
     figure.savefig(path, dpi=120)
 
 
@@ -225,22 +233,9 @@ class _Panel:
         self.most_boxes = max(boxes.values(), default=0)
         self.stages = {rank: sorted(found) for rank, found in stages.items()}
 
-    def draw(self, axis: Any, span: float, scale: float, width_in: float) -> None:
-        """Draw into an axis of `span` units, `scale` units to one of the timeline's."""
-        points = 72 * 0.93 * width_in / span  # the labels at the left take the rest
+    def frame(self, axis: Any, span: float) -> None:
+        """Draw what is around the boxes: an axis of `span` units, the ranks at the left."""
         ranks = self.timeline.ranks
-        for row, rank in enumerate(ranks):
-            mine = [e for e in self.timeline.events if e.rank == rank]
-            top = row * self.pitch
-            compute = [e for e in mine if e.stream == "compute"]
-            self._bars(axis, compute, top, COMPUTE_HEIGHT, scale, points)
-            for number, stream in enumerate(self.lanes):
-                lane = [e for e in mine if e.stream == stream]
-                below = top + COMPUTE_HEIGHT + LANE_HEIGHT * number
-                self._bars(axis, lane, below, LANE_HEIGHT, scale, points)
-            for e in compute:
-                if e.kind in COMPUTE and "MB" in e.tags:
-                    self._number(axis, e, top + COMPUTE_HEIGHT / 2, scale, points)
         between = "\n" if len(ranks) <= 4 else " · "
         labels = [f"rank {r}{between}{self.timeline.idle_share(r):.0%} idle" for r in ranks]
         places = [row * self.pitch + COMPUTE_HEIGHT / 2 for row in range(len(ranks))]
@@ -252,45 +247,48 @@ class _Panel:
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
 
-    def _bars(
-        self,
-        axis: Any,
-        events: Sequence[Event],
-        top: float,
-        height: float,
-        scale: float,
-        points: float,
-    ) -> None:
-        looks: dict[tuple[str, str], list[Event]] = {}
-        for e in events:
-            color = LOOKS.get(e.kind, LOOKS["other"])[0]
-            looks.setdefault((e.kind, _darker(color, self._depth(e))), []).append(e)
-        for (_, color), found in looks.items():
-            spans = [(e.start_s * scale, e.duration_s * scale) for e in found]
-            # An edge would hide a box that is not much wider than a line.
-            edges = [EDGE if width * points > 3 else color for _, width in spans]
-            axis.broken_barh(
-                spans, (top, height), facecolors=color, edgecolors=edges, linewidth=0.4
-            )
+    def fill(self, axis: Any, scale: float) -> None:
+        """Draw the boxes and their numbers, `scale` units of the axis to one of the timeline's."""
+        from matplotlib.collections import PolyCollection
+        from matplotlib.font_manager import FontProperties
 
-    def _number(self, axis: Any, event: Event, middle: float, scale: float, points: float) -> None:
-        text = str(event.tags["MB"])
-        room = event.duration_s * scale * points
-        for size in (8.0, 6.5, 5.0):
-            if room > 0.62 * size * len(text) + 1.5:  # a digit is 0.62 of its size wide
-                break
-        else:
-            return
-        axis.text(
-            (event.start_s + event.end_s) / 2 * scale,
-            middle,
-            text,
-            ha="center",
-            va="center",
-            fontsize=size,
-            color="white" if self._depth(event) > 0.5 else "black",
-            clip_on=True,
-        )
+        fonts = {size: FontProperties(size=size) for size in (8.0, 6.5, 5.0)}
+        left, right = axis.get_xlim()
+        width = axis.get_window_extent().width * 72 / axis.figure.dpi
+        points = width / (right - left) * scale  # to one unit of the timeline
+        rows = {rank: row * self.pitch for row, rank in enumerate(self.timeline.ranks)}
+        corners, faces, edges = [], [], []
+        for e in self.timeline.events:
+            top, height = rows[e.rank], COMPUTE_HEIGHT
+            if e.stream != "compute":
+                top += COMPUTE_HEIGHT + LANE_HEIGHT * self.lanes.index(e.stream)
+                height = LANE_HEIGHT
+            start, end, bottom = e.start_s * scale, e.end_s * scale, top + height
+            corners.append([(start, top), (end, top), (end, bottom), (start, bottom)])
+            depth = self._depth(e)
+            faces.append(_darker(LOOKS.get(e.kind, LOOKS["other"])[0], depth))
+            # An edge would hide a box that is not much wider than a line.
+            edges.append(EDGE if e.duration_s * points > 3 else faces[-1])
+            if e.stream != "compute" or e.kind not in COMPUTE or "MB" not in e.tags:
+                continue
+            number, room = str(e.tags["MB"]), e.duration_s * points - 1.5
+            # A digit is 0.62 of its size wide.
+            font = next((f for size, f in fonts.items() if 0.62 * size * len(number) < room), None)
+            if font is not None:
+                # Through the figure: an axis gives each text a clip path, which takes long.
+                axis.figure.text(
+                    (start + end) / 2,
+                    top + height / 2,
+                    number,
+                    transform=axis.transData,
+                    fontproperties=font,
+                    color="white" if depth > 0.5 else "black",
+                    ha="center",
+                    va="center",
+                )
+        # One for all: an artist for each row and colour takes long.
+        boxes = PolyCollection(corners, facecolors=faces, edgecolors=edges, linewidths=0.4)
+        axis.add_collection(boxes, autolim=False)
 
     def _depth(self, event: Event) -> float:
         """0 for the first of a rank's stages, 1 for the last."""

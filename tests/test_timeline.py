@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import piper_dynamo as piper
+from piper_dynamo.lowering.simulate import Costs
 from piper_dynamo.timeline import (
     COMPUTE,
     LOOKS,
@@ -21,6 +23,7 @@ from piper_dynamo.timeline import (
     plot_timeline,
     to_chrome_trace,
 )
+from tests.models import Stack4, rows
 
 
 def task(rank: int, kind: str, mb: int, start: float, end: float, stage: int = 0) -> Event:
@@ -175,6 +178,38 @@ def test_seconds_are_shown_in_a_unit_that_reads_well(tmp_path: Path, seconds: fl
     path = tmp_path / "timeline.svg"
     plot_timeline({"": Timeline([task(0, "F", 0, 0, seconds)])}, path, unit="s")
     assert want in texts(path)
+
+
+@pytest.mark.parametrize(
+    ("units", "want"),
+    [({}, {"time (units of cost)", "predicted · 6 units of cost"}), ({"unit": "s"}, {"time (s)"})],
+)
+def test_a_predicted_step_claims_seconds_only_where_its_costs_are(
+    tmp_path: Path, units: dict[str, str], want: set[str]
+):
+    """One region: two microbatches of a forward and, with no input gradient, a backward of 2."""
+    path = tmp_path / "plan.svg"
+    strategy = piper.Strategy(piper.Split({}, num_microbatches=2), piper.Place({}, devices=[0]))
+    plan = piper.plan(Stack4(1), strategy, rows(2))
+    plan.plot(path, Costs(F=1, BW=2), **units)
+    found = set(texts(path))
+    assert want <= found
+    assert {text for text in found if text.startswith("time")} <= want
+
+
+def test_a_large_picture_is_drawn_fast(tmp_path: Path):
+    """One collection for all boxes; a number costs about a millisecond, a box next to nothing."""
+    path = tmp_path / "timeline.svg"
+    large = pipeline(16, 64)
+    sends = [
+        Event(rank=e.rank, stream="send", name="", kind="send", start_s=e.end_s, end_s=e.end_s + 1)
+        for e in large.events
+    ]
+    begin = time.process_time()
+    plot_timeline({"predicted": Timeline(large.events + sends)}, path)
+    assert time.process_time() - begin < 10  # takes 2
+    ids = [element.get("id", "") for element in ET.parse(path).iter()]
+    assert len([name for name in ids if name.startswith("PolyCollection")]) == 1
 
 
 def test_numbers_that_do_not_fit_are_left_out(tmp_path: Path):
