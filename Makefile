@@ -20,7 +20,7 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow lint format clean
+.PHONY: help env train test test-slow lint format docs clean
 
 help:
 	@echo "make env     create $(VENV) with everything that Piper and its tests need"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-slow   the wide sweeps"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
+	@echo "make docs    write docs/schedules.md and its pictures again"
 	@echo "make clean   remove $(VENV), caches and build output; runs/ stays"
 
 env: $(READY)
@@ -64,6 +65,9 @@ lint: $(READY)
 format: $(READY)
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
+
+docs: $(READY)
+	$(PY) -m docs.build
 
 clean:
 	rm -rf $(VENV) build dist piper_dynamo.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
