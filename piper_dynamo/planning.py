@@ -508,9 +508,17 @@ def check_two_programs(dag: Dag, world_size: int) -> None:
             )
 
 
-def lower_all(dag: Dag, world_size: int) -> tuple[RankProgram, ...]:
-    """Schedule and lower a distributed DAG to every rank's program."""
-    order = schedule(dag)
+def lower_all(
+    dag: Dag, world_size: int, order: dict[tuple[int, ...], list[Node]] | None = None
+) -> tuple[RankProgram, ...]:
+    """Lower a distributed DAG to every rank's program.
+
+    Args:
+        dag: The DAG.
+        world_size: How many ranks.
+        order: Every device group's tasks in the order they run; None: as `schedule` finds it.
+    """
+    order = schedule(dag) if order is None else order
     if dag.training and dag.loss is None:
         order = {devices: _forward_first(tasks) for devices, tasks in order.items()}
     run_passes(dag, [Gather(order)], done=NUM_PASSES - 1, total=NUM_PASSES)
