@@ -4,6 +4,7 @@ Signature: rank program -> source text, and the instruction of each of its lines
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperSyntaxError
@@ -27,12 +28,15 @@ class Module:
     specs: dict[str, TensorSpec]
 
 
-def emit(program: RankProgram, *, timed: bool = False) -> Module:
+def emit(
+    program: RankProgram, *, timed: bool = False, seconds: Mapping[str, float] | None = None
+) -> Module:
     """The module of a program.
 
     Args:
         program: What to emit.
         timed: Call `rt.mark(i)` after instruction i, for a timeline.
+        seconds: How long each task's chunk lasts at least, on emulated devices.
     """
     specs: dict[str, TensorSpec] = {}
     lines = _head(program)
@@ -49,7 +53,10 @@ def emit(program: RankProgram, *, timed: bool = False) -> Module:
     for index, instr in enumerate(program.instrs):
         if index == pause:
             lines.append(_pause(program))
-        for line in _lines(instr, specs):
+        written = _lines(instr, specs)
+        if seconds and instr.op is Op.RUN:
+            written = [f"rt.begin({seconds[instr.task]:.9g})", *written, "rt.finish()"]
+        for line in written:
             lines.append("    " + line)
             instr_of_line[len(lines)] = index
         if timed and instr.op is not Op.FREE:

@@ -4,33 +4,14 @@ A rank issues its instructions in order. A chunk takes its cost; a message arriv
 send; a wait lasts until then; everything else takes no time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from piper_dynamo.costs import Costs, durations
 from piper_dynamo.errors import PiperError
 from piper_dynamo.ir.program import Group, Op, RankProgram
-from piper_dynamo.ir.task import Pass, TaskName
+from piper_dynamo.ir.task import TaskName
 from piper_dynamo.timeline import Event, Timeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What a task costs, in any unit of time.
-
-    Attributes:
-        F: Forward of one region for one microbatch.
-        BI: Input gradient. An unsplit B costs what its non-empty halves cost.
-        BW: Weight gradient.
-        comm: A message, from its send to its arrival.
-        of: Instead of F, BI and BW: the cost of a task, as a function of its name and what of
-            it is there.
-    """
-
-    F: float = 1.0
-    BI: float = 1.0
-    BW: float = 1.0
-    comm: float = 0.0
-    of: Callable[[TaskName], float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +53,7 @@ def simulate(
     Raises:
         PiperError: The programs deadlock.
     """
-    shares = _shares(programs)
+    took = durations(programs, costs, halves)
     now = [0.0] * len(programs)
     at = [0] * len(programs)
     arrival: dict[tuple[int, int, int], float] = {}
@@ -89,7 +70,7 @@ def simulate(
                 instr = program.instrs[at[rank]]
                 if instr.op is Op.RUN:
                     name = TaskName.parse(instr.task)
-                    spent = _cost(name, costs, halves) / shares[_task_key(name)]
+                    spent = took[instr.task]
                     events.append(
                         Event(
                             rank=rank,
@@ -137,36 +118,6 @@ def simulate(
         makespan=makespan,
         peaks=tuple(p.peak_bytes for p in programs),
     )
-
-
-def _task_key(name: TaskName) -> tuple[object, ...]:
-    """Chunks of one (PP, MB, PASS) share its cost; regions without PP stand for themselves."""
-    tags = dict(name.tags)
-    return (tags.get("PP", str(name.region)), name.mb, name.which)
-
-
-def _shares(programs: Sequence[RankProgram]) -> dict[tuple[object, ...], int]:
-    names = {i.task for p in programs for i in p.instrs if i.op is Op.RUN}
-    shares: dict[tuple[object, ...], int] = {}
-    for text in names:
-        key = _task_key(TaskName.parse(text))
-        shares[key] = shares.get(key, 0) + 1
-    return shares
-
-
-def _cost(name: TaskName, costs: Costs, halves: Mapping[str, tuple[bool, bool]]) -> float:
-    if costs.of is not None:
-        return float(costs.of(name))
-    has_input, has_weight = halves.get(str(name.region), (True, True))
-    match name.which:
-        case Pass.F:
-            return costs.F
-        case Pass.BI:
-            return costs.BI
-        case Pass.BW:
-            return costs.BW
-        case Pass.B:
-            return costs.BI * has_input + costs.BW * has_weight
 
 
 def _message(rank: int, task: str, start: float, end: float) -> Event:

@@ -16,6 +16,7 @@ from piper_dynamo.access import (
 )
 from piper_dynamo.annotate import annotate
 from piper_dynamo.api import compile, plan, prepare
+from piper_dynamo.costs import Costs
 from piper_dynamo.errors import (
     PiperAbsentError,
     PiperCaptureError,
@@ -26,7 +27,6 @@ from piper_dynamo.errors import (
     PiperSyntaxError,
     PiperTimeoutError,
 )
-from piper_dynamo.lowering.simulate import Costs
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.launch import launch, rank, world_size

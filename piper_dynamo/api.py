@@ -31,7 +31,7 @@ def compile(
         strategy: How the step is distributed.
         example_inputs: Positional inputs as a tuple, or keyword inputs as a dict; what this
             rank would be given, at the whole batch's sizes. Values are not looked at.
-        options: `compile=`, `timeout_s=`, `outputs=`; see `piper_dynamo.options.Options`.
+        options: `compile=`, `costs=`, `timeout_s=`, `outputs=`; see `piper_dynamo.options.Options`.
 
     Returns:
         What `torch.compile` returns; call it like the model.

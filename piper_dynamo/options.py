@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperStrategyError, format_error
 from piper_dynamo.strategy import Strategy
 
-COMPILE_MODES = ("aten", "inductor")
+COMPILE_MODES = ("aten", "inductor", "emulate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,10 @@ class Options:
     Attributes:
         strategy: How the step is distributed; None compiles for one device.
         compile: How chunks run: "aten" (operator by operator) or "inductor" (fused); None is
-            aten on CPU, inductor on CUDA.
+            aten on CPU, inductor on CUDA. "emulate" computes nothing: every chunk is a wait of
+            its modelled duration and gives zeros, so loss and gradients are zeros; messages are
+            real.
+        costs: With "emulate", and only then: what tasks take, in seconds. `comm` is not used.
         timeout_s: Seconds that any wait for another rank may take.
         outputs: Where the outputs other than the loss come back: on the ranks that own them
             ("owner") or "everywhere".
@@ -28,6 +32,7 @@ class Options:
 
     strategy: Strategy | None = None
     compile: str | None = None
+    costs: Costs | None = None
     timeout_s: float = 300.0
     outputs: str = "owner"
 
@@ -41,12 +46,36 @@ class Options:
             raise PiperStrategyError(
                 f"option 'compile' is {self.compile!r}; choose one of {', '.join(COMPILE_MODES)}"
             )
+        self._check_costs()
         number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         if not number or not self.timeout_s > 0:
             raise PiperStrategyError(f"option 'timeout_s' is {self.timeout_s!r}; give seconds > 0")
         if self.outputs not in ("owner", "everywhere"):
             raise PiperStrategyError(
                 f"option 'outputs' is {self.outputs!r}; choose 'owner' or 'everywhere'"
+            )
+
+    def _check_costs(self) -> None:
+        """Emulated devices need a model of time, and nothing else has a use for one."""
+        if self.costs is not None and not isinstance(self.costs, Costs):
+            raise PiperStrategyError(
+                f"option 'costs' is a {type(self.costs).__name__}; pass a piper.Costs, in seconds"
+            )
+        if self.compile != "emulate":
+            if self.costs is not None:
+                raise PiperStrategyError(
+                    "option 'costs' means something only with compile='emulate', "
+                    f"and 'compile' is {self.compile!r}; leave it out"
+                )
+            return
+        if self.costs is None:
+            raise PiperStrategyError(
+                "option 'compile' is 'emulate', so chunks are waits, but nothing says how long; "
+                "pass costs=piper.Costs(F=0.005, BI=0.005, BW=0.005), in seconds"
+            )
+        if self.strategy is None:
+            raise PiperStrategyError(
+                "option 'compile' is 'emulate' without a strategy: there are no devices to emulate"
             )
 
     def compile_for(self, inputs: Iterable[Any]) -> str:

@@ -18,6 +18,7 @@ from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
+from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
@@ -31,7 +32,7 @@ from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.lower import finish, lower
 from piper_dynamo.lowering.memory import free_dead, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
-from piper_dynamo.lowering.simulate import Costs, Simulation, simulate
+from piper_dynamo.lowering.simulate import Simulation, simulate
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut

@@ -28,6 +28,7 @@ from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.program import RankProgram
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
+from piper_dynamo.lowering.emulate import emulated_chunk, modelled_seconds
 from piper_dynamo.options import Options
 from piper_dynamo.planning import Plan, data_dims, make_plan, split_of, template_of
 from piper_dynamo.runtime.comm import STATE, Communicator
@@ -223,7 +224,12 @@ class CompiledStep:
             comm.prepare_groups(plan.communicators())
             program = plan.programs[comm.rank]
             wanted = {name: plan.chunks[name] for name, _ in program.chunks}
-            functions = compile_chunks(wanted, self._options.compile_for(values))
+            seconds: dict[str, float] = {}
+            if self._options.costs is not None:
+                seconds = modelled_seconds(plan.programs, self._options.costs, plan.halves)
+                functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
+            else:
+                functions = compile_chunks(wanted, self._options.compile_for(values))
             chunks = {
                 name: BoundChunk(
                     fn=functions[name],
@@ -234,7 +240,7 @@ class CompiledStep:
             }
 
             def code(timed: bool) -> Code:
-                module = emit(program, timed=timed)
+                module = emit(program, timed=timed, seconds=seconds)
                 return Code(
                     source=module.source, instr_of_line=module.instr_of_line, specs=module.specs
                 )

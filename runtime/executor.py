@@ -25,6 +25,9 @@ from piper_dynamo.errors import (
 from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
 from piper_dynamo.runtime.comm import Communicator
 
+# A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
+SLEEP_MARGIN_S = 0.0002
+
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -84,6 +87,7 @@ class Runtime:
         self.step_seed = 0
         self.first_microbatch = 0
         self.marks: list[tuple[int, float]] = []
+        self._finish_s = 0.0
         self.post = comm.post
         self.wait = comm.wait
         self.wait_all = comm.wait_all
@@ -145,6 +149,18 @@ class Runtime:
     def all_to_all(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
         """Start to exchange equal blocks of rows."""
         return self._comm.start_collective("all_to_all", values, group, likes)
+
+    def begin(self, seconds: float) -> None:
+        """On emulated devices: a chunk begins that lasts so long."""
+        self._finish_s = time.perf_counter() + seconds
+
+    def finish(self) -> None:
+        """Wait until the chunk's time is over."""
+        remaining = self._finish_s - time.perf_counter()
+        if remaining > SLEEP_MARGIN_S:
+            time.sleep(remaining - SLEEP_MARGIN_S)
+        while time.perf_counter() < self._finish_s:
+            pass
 
     def mark(self, index: int) -> None:
         """Instruction `index` has been issued (and, if it waits, has finished)."""

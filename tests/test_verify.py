@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import piper_dynamo as piper
+from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError, PiperPlanError
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.verify import verify
-from piper_dynamo.lowering.simulate import Costs, simulate
+from piper_dynamo.lowering.simulate import simulate
 from piper_dynamo.planning import Plan
 from tests import jobs
 from tests.jobs import LINE2, LINE4, LOOP2, V2

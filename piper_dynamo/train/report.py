@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import torch
 
+from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.ir.task import TaskName
-from piper_dynamo.lowering.simulate import Costs
 from piper_dynamo.planning import Plan
 from piper_dynamo.timeline import COMPUTE, Timeline, plot_timeline, to_chrome_trace
 from piper_dynamo.train.config import Config
