@@ -5,14 +5,13 @@ B A ...; each pair gives a ratio A/B; the median ratio is reported with a bootst
 counts as held when the interval's far end is within 3 % of it.
 """
 
-import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from tqdm import tqdm
 
 PAIRS = 15
 TOLERANCE = 0.03
@@ -20,20 +19,20 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Paired times of two variants.
+    """Paired measurements of two variants.
 
     Attributes:
-        first_s: Times of A, in seconds.
-        second_s: Times of B, pair by pair.
+        first: Of A, in seconds or bytes.
+        second: Of B, pair by pair.
     """
 
-    first_s: tuple[float, ...]
-    second_s: tuple[float, ...]
+    first: tuple[float, ...]
+    second: tuple[float, ...]
 
     @property
     def ratios(self) -> list[float]:
         """A/B of each pair."""
-        return [a / b for a, b in zip(self.first_s, self.second_s, strict=True)]
+        return [a / b for a, b in zip(self.first, self.second, strict=True)]
 
     @property
     def ratio(self) -> float:
@@ -49,56 +48,55 @@ class Comparison:
         )
         return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
-    def holds(self, bar: float) -> bool:
+    def holds(self, bar: float, tolerance: float = TOLERANCE) -> bool:
         """Whether the ratio is at most `bar`."""
-        return self.interval()[1] <= bar * (1 + TOLERANCE)
+        return self.interval()[1] <= bar * (1 + tolerance)
 
-    def __str__(self) -> str:
+    def text(self, scale: float = 1e3, unit: str = "ms") -> str:
+        """Medians of both, the ratio and its interval."""
         low, high = self.interval()
-        first, second = statistics.median(self.first_s), statistics.median(self.second_s)
+        first, second = statistics.median(self.first), statistics.median(self.second)
         return (
-            f"{first * 1e3:8.1f} ms against {second * 1e3:8.1f} ms   "
+            f"{first * scale:8.1f} {unit} against {second * scale:8.1f} {unit}   "
             f"ratio {self.ratio:.3f} [{low:.3f}, {high:.3f}]"
         )
 
+    def figures(self) -> dict[str, object]:
+        """For a file of results."""
+        return {
+            "first": self.first,
+            "second": self.second,
+            "ratio": self.ratio,
+            "interval": self.interval(),
+        }
+
 
 def compare(
-    first: Callable[[], object],
-    second: Callable[[], object],
+    first: Callable[[], float],
+    second: Callable[[], float],
     *,
     pairs: int = PAIRS,
-    before: Callable[[], object] | None = None,
+    show: str | None = None,
 ) -> Comparison:
-    """Time two variants in turn.
+    """Measure two variants in turn.
 
     Args:
-        first: A; called once per pair.
+        first: A; called once per pair, gives one measurement.
         second: B.
         pairs: How many pairs.
-        before: Called before each timing, e.g. a barrier.
+        show: What to call it in a progress bar; None shows none.
     """
-    times: tuple[list[float], list[float]] = ([], [])
-    for pair in range(pairs):
+    found: tuple[list[float], list[float]] = ([], [])
+    for pair in tqdm(range(pairs), desc=show, leave=False, disable=None if show else True):
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
-            if before is not None:
-                before()
-            start = time.perf_counter()
-            (first, second)[which]()
-            times[which].append(time.perf_counter() - start)
-    return Comparison(first_s=tuple(times[0]), second_s=tuple(times[1]))
+            found[which].append((first, second)[which]())
+    return Comparison(first=tuple(found[0]), second=tuple(found[1]))
 
 
-def machine() -> str:
-    """What a figure was measured on."""
-    return (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
-        f"{torch.get_num_threads()} thread(s) per rank"
-    )
-
-
-def table(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Rows of (what, figures, verdict) with aligned columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows
-    )
+def seconds(call: Callable[[], object], meet: Callable[[], object]) -> float:
+    """How long a call takes on the slowest rank: the ranks meet before it and after."""
+    meet()
+    start = time.perf_counter()
+    call()
+    meet()
+    return time.perf_counter() - start

@@ -1,164 +1,74 @@
-"""Step time beside `torch.distributed.pipelining`: same model, data, optimizer, threads and run.
+"""Pipelines measured: time and memory beside torch's, and what Piper itself costs.
 
-python benchmarks/pipeline.py [--schedules one_f_one_b,gpipe] [--compile aten] [--pairs 15]
+make bench-pipeline
+make bench-pipeline ARGS="--only real,memory --json results.json"
 """
 
-import functools
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 import click
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 
-import piper_dynamo as piper
-from benchmarks.paired import Comparison, compare, machine, table
+from benchmarks import compiling, counts, emulated, host, memory, planning, real
+from benchmarks.paired import PAIRS
+from benchmarks.report import Row, machine, table, write
+from benchmarks.sides import TORCH
 from piper_dynamo.train.config import Config
-from piper_dynamo.train.model import Llama, build
 
-TORCH = {
-    "gpipe": ScheduleGPipe,
-    "one_f_one_b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
+JOB = Config(dim=256, layers=8, heads=8, kv_heads=4, seq=128, batch=16, microbatches=8)
+
+# From what is exact or quick to what takes long.
+SECTIONS: dict[str, Callable[[int, Sequence[str]], Iterator[Row]]] = {
+    "counts": lambda pairs, schedules: counts.run(JOB, schedules),
+    "host": lambda pairs, schedules: host.run(),
+    "planning": lambda pairs, schedules: planning.run(),
+    "inductor": lambda pairs, schedules: compiling.run(),
+    "real": lambda pairs, schedules: real.eager(JOB, pairs, schedules),
+    "compiled": lambda pairs, schedules: real.compiled(JOB, pairs),
+    "memory": lambda pairs, schedules: memory.run(JOB, pairs, schedules),
+    "emulated": lambda pairs, schedules: emulated.run(pairs, schedules),
 }
 
 
-class Stage(nn.Module):
-    """The layers of one pipeline stage, as torch's pipelining wants them."""
-
-    def __init__(self, model: Llama, stage: int, stages: int) -> None:
-        super().__init__()
-        self.embedding = model.embedding if stage == 0 else None
-        self.layers = nn.ModuleList(
-            layer for layer, s in zip(model.layers, model.stage_of, strict=True) if s == stage
-        )
-        last = stage == stages - 1
-        self.norm = model.norm if last else None
-        self.head = model.head if last else None
-        self.register_buffer("cos", model.cos)
-        self.register_buffer("sin", model.sin)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens or hidden values -> hidden values or logits."""
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        return self.head(self.norm(x)) if self.head is not None else x
-
-
-def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, as in the model's own forward."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class TorchStep:
-    """One optimizer step with torch's pipelining."""
-
-    def __init__(self, config: Config, *, compiled: bool) -> None:
-        rank = dist.get_rank()
-        model = build(config)
-        mine = [s for s, ranks in config.placement().items() if ranks == [rank]]
-        modules = [Stage(model, s, config.stages) for s in mine]
-        run = [torch.compile(m) if compiled else m for m in modules]
-        stages = [
-            PipelineStage(m, s, config.stages, torch.device("cpu"))
-            for m, s in zip(run, mine, strict=True)
-        ]
-        kind = TORCH[config.schedule]
-        given: Any = stages if len(stages) > 1 else stages[0]
-        self.schedule = kind(given, config.microbatches, loss_fn=loss_fn)
-        self.first, self.last = 0 in mine, config.stages - 1 in mine
-        parameters = [p for m in modules for p in m.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, foreach=True)
-
-    def __call__(self, tokens: Tensor, targets: Tensor) -> float | None:
-        """The loss, on the rank that has it."""
-        losses: list[Tensor] = []
-        args = (tokens,) if self.first else ()
-        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
-        self.schedule.step(*args, **kwargs)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return sum(x.item() for x in losses) / len(losses) if losses else None
-
-
-class PiperStep:
-    """One optimizer step with Piper."""
-
-    def __init__(self, config: Config, tokens: Tensor, targets: Tensor) -> None:
-        self.step = piper.compile(
-            build(config), config.strategy(), (tokens, targets), compile=config.compile
-        )
-        self.optimizer = torch.optim.AdamW(piper.parameters(self.step), lr=config.lr, foreach=True)
-
-    def __call__(self, tokens: Tensor, targets: Tensor) -> float:
-        """The loss."""
-        loss = self.step(tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-
-def measure(config: Config, pairs: int) -> Comparison | None:
-    """Both variants on every rank; rank 0's times (the ranks meet before each)."""
-    generator = torch.Generator().manual_seed(0)
-    size = (config.batch, config.seq)
-    tokens = torch.randint(0, 256, size, generator=generator)
-    targets = torch.randint(0, 256, size, generator=generator)
-    ours = PiperStep(config, tokens, targets)
-    theirs = TorchStep(config, compiled=config.compile == "inductor")
-    for _ in range(2):
-        mine, other = ours(tokens, targets), theirs(tokens, targets)
-        if other is not None and abs(mine - other) > 1e-3 * abs(other):
-            raise AssertionError(f"the losses differ: {mine} and {other}")
-
-    def one(step: Any) -> None:
-        step(tokens, targets)
-        dist.barrier()
-
-    return compare(lambda: one(ours), lambda: one(theirs), pairs=pairs, before=dist.barrier)
+def chosen(_: click.Context, option: click.Parameter, value: str) -> list[str]:
+    """The names given, in the order of the table."""
+    known = list(SECTIONS if option.name == "only" else TORCH)
+    names = [name.strip() for name in value.split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.BadParameter(f"{', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
+    return [name for name in known if name in names]
 
 
 @click.command()
-@click.option("--schedules", default="gpipe,one_f_one_b,interleaved_1f1b,zbv,dualpipev")
+@click.option("--only", default=",".join(SECTIONS), callback=chosen, help="Sections, by comma.")
+@click.option("--schedules", default=",".join(TORCH), callback=chosen, help="Schedules, by comma.")
 @click.option(
-    "--compile", "mode", default="aten", help="aten against eager, inductor against compiled"
+    "--pairs",
+    type=click.IntRange(min=1),
+    default=PAIRS,
+    show_default=True,
+    help="Paired measurements per comparison; fewer than the default decide nothing.",
 )
-@click.option("--pairs", default=15)
-@click.option("--dim", default=512)
-@click.option("--layers", default=8)
-@click.option("--seq", default=256)
-def main(schedules: str, mode: str, pairs: int, dim: int, layers: int, seq: int) -> None:
-    """Print step times beside torch's, two ranks with one thread each."""
-    rows = []
-    for schedule in schedules.split(","):
-        config = Config(
-            schedule=schedule,
-            compile=mode,
-            dim=dim,
-            layers=layers,
-            heads=8,
-            kv_heads=4,
-            seq=seq,
-            batch=16,
-            microbatches=8,
-        )
-        found = piper.launch(functools.partial(measure, config, pairs), ranks=2)[0]
-        rows.append((schedule, str(found), "held" if found.holds(1.0) else "not held"))
-        click.echo(table(rows[-1:]))
-    click.echo(machine())
+@click.option("--json", "path", help="Also write the rows to this file.")
+def main(only: list[str], schedules: list[str], pairs: int, path: str | None) -> None:
+    """Measure, and print one table with verdicts; every row also when it is there."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
+    on = machine()
+    click.echo(on)
+    rows: list[Row] = []
+    for name in only:
+        click.echo(f"{name} ...")
+        for row in SECTIONS[name](pairs, schedules):
+            click.echo("  " + "  ".join(cell for cell in row.cells[1:] if cell))
+            rows.append(row)
+            if path is not None:
+                write(path, rows, on)
+    click.echo("\n" + table(rows))
+    if pairs < PAIRS:
+        click.echo(f"only {pairs} pairs: the verdicts on times decide nothing")
+    click.echo(on)
 
 
 if __name__ == "__main__":

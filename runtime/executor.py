@@ -79,6 +79,15 @@ def call_chunk(chunk: BoundChunk) -> Callable[..., Sequence[Any]]:
     return with_bundle if chunk.gives_bundle else without_bundle
 
 
+def sleep_until(deadline_s: float) -> None:
+    """Sleep until `time.perf_counter()` says so, to some microseconds."""
+    remaining = deadline_s - time.perf_counter()
+    if remaining > SLEEP_MARGIN_S:
+        time.sleep(remaining - SLEEP_MARGIN_S)
+    while time.perf_counter() < deadline_s:
+        pass
+
+
 class Runtime:
     """What emitted programs call. One per executor; nothing is kept from step to step."""
 
@@ -156,11 +165,7 @@ class Runtime:
 
     def finish(self) -> None:
         """Wait until the chunk's time is over."""
-        remaining = self._finish_s - time.perf_counter()
-        if remaining > SLEEP_MARGIN_S:
-            time.sleep(remaining - SLEEP_MARGIN_S)
-        while time.perf_counter() < self._finish_s:
-            pass
+        sleep_until(self._finish_s)
 
     def mark(self, index: int) -> None:
         """Instruction `index` has been issued (and, if it waits, has finished)."""

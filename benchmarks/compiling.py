@@ -1,0 +1,71 @@
+"""Compile time: equal layers are compiled once, however many there are.
+
+Each measurement has a process and an inductor cache of its own. Before the clock starts, one small
+function is compiled: what inductor does once per cache (its header, its workers) is not the model.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
+
+import torch
+
+import piper_dynamo as piper
+from benchmarks.report import Row
+from benchmarks.sides import batch_of
+from piper_dynamo.lowering.chunks import compile_chunks
+from piper_dynamo.train.config import Config
+from piper_dynamo.train.model import build
+
+FEW, MANY = 4, 16
+BAR = 1.3
+
+
+def compile_seconds(layers: int, *, by_layer: bool) -> tuple[float, int]:
+    """Seconds to capture, plan and compile both ranks' chunks, and how many chunks there are.
+
+    Args:
+        layers: How many layers the model has, over two stages.
+        by_layer: Tag each layer, so that it is a region of its own.
+    """
+    torch.compile(lambda x: (x * 2).sin())(torch.ones(64))
+    config = Config(layers=layers, dim=64, seq=32, batch=4, microbatches=4)
+    regions = {f"layers.{i}": {"LAYER": i} for i in range(layers)} if by_layer else None
+    strategy = piper.strategies.pipeline(
+        config.schedule, ranks=2, num_microbatches=config.microbatches, regions=regions
+    )
+    model, batch = build(config), batch_of(config)
+    start = time.perf_counter()
+    plan = piper.plan(model, strategy, batch, world_size=2)
+    wanted = {name for program in plan.programs for name, _ in program.chunks}
+    compile_chunks({n: c for n, c in plan.chunks.items() if n in wanted}, "inductor")
+    took = time.perf_counter() - start
+    return took, len({plan.chunks[name].key for name in wanted})
+
+
+def _cold(layers: int, *, by_layer: bool) -> tuple[float, int]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="piper-cold-") as folder:
+        own = {"TORCHINDUCTOR_CACHE_DIR": folder, "PIPER_CACHE_DIR": folder}
+        with mock.patch.dict(os.environ, own), ProcessPoolExecutor(1, context) as pool:
+            return pool.submit(compile_seconds, layers, by_layer=by_layer).result()
+
+
+def run() -> Iterator[Row]:
+    """Few and many layers, each layer a region; then each stage one region."""
+    for by_layer in (True, False):
+        few, few_chunks = _cold(FEW, by_layer=by_layer)
+        many, many_chunks = _cold(MANY, by_layer=by_layer)
+        yield Row(
+            section="inductor",
+            what=f"{MANY} layers against {FEW}, {'tagged' if by_layer else 'not tagged'} by layer",
+            figures=f"{many:.1f} s ({many_chunks} chunks) against {few:.1f} s ({few_chunks}): "
+            f"ratio {many / few:.2f}",
+            bar=f"<= {BAR} x",
+            held=many / few <= BAR,
+            data={"few_s": few, "many_s": many, "few": few_chunks, "many": many_chunks},
+        )

@@ -1,0 +1,82 @@
+"""Peak memory of a training step beside torch's pipelining: each side alone, in fresh processes.
+
+The figure is the high-water mark of resident memory (VmHWM) in steps 3 to 5, above what was
+resident after the imports; optimizer, gradients and what gloo allocates are in it. glibc is told to
+give blocks of 64 KiB and more back at once, so that its reserves do not count; both sides alike.
+"""
+
+import ctypes
+import functools
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# Whatever one of the sides imports later is imported for both before the baseline is taken.
+import torch._dynamo
+import torch._inductor.compile_fx  # noqa: F401
+
+import piper_dynamo as piper
+from benchmarks.paired import compare
+from benchmarks.report import Row
+from benchmarks.sides import PiperStep, TorchStep, batch_of
+from piper_dynamo.train.config import Config
+
+RANKS = 2
+PAIRS = 3
+BARS = {"aten": 0.85, "inductor": 0.95}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; this benchmark needs Linux")
+
+
+def peak_bytes(config: Config, side: str) -> int:
+    """This rank's peak above the import baseline."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+    libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024)
+    gc.collect()
+    baseline = resident("VmRSS")
+    step: Any = PiperStep(config) if side == "piper" else TorchStep(config)
+    batch = batch_of(config)
+    for _ in range(2):
+        step(*batch)
+    gc.collect()
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+    for _ in range(3):
+        step(*batch)
+    return resident("VmHWM") - baseline
+
+
+def _highest(config: Config, side: str) -> float:
+    return float(max(piper.launch(functools.partial(peak_bytes, config, side), RANKS)))
+
+
+def run(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
+    """The rank that needs most: Piper against torch, eager and compiled."""
+    jobs = [replace(config, schedule=s, compile="aten") for s in schedules]
+    jobs.append(replace(config, schedule="one_f_one_b", compile="inductor"))
+    for job in jobs:
+        found = compare(
+            functools.partial(_highest, job, "piper"),
+            functools.partial(_highest, job, "torch"),
+            pairs=min(pairs, PAIRS),
+            show=f"memory {job.schedule}",
+        )
+        kind, bar = "eager" if job.compile == "aten" else "compiled", BARS[job.compile]
+        yield Row(
+            section="memory",
+            what=f"{job.schedule}, {kind}",
+            figures=found.text(2**-20, "MiB"),
+            bar=f"<= {bar:.2f} x {kind} torch",
+            held=found.holds(bar),
+            data=found.figures(),
+        )

@@ -1,0 +1,72 @@
+"""Planning time by the number of tasks: from a captured model to proved programs of all ranks."""
+
+import gc
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import piper_dynamo as piper
+from benchmarks.emulated import WIDTH, Chain
+from benchmarks.report import Row
+from piper_dynamo import step as stepping
+from piper_dynamo.ir.program import Op
+
+STAGES = 8
+MICROBATCHES = (64, 128, 256, 512, 1024)  # x 8 stages x F, B
+BAR_TASKS, BAR_S = 4000, 3.0
+BAR_EXPONENT = 1.2
+REPEATS = 3
+
+
+def plan_seconds(microbatches: int) -> tuple[int, float, float]:
+    """The number of tasks, and the best time of `make_plan` alone: the capture is made before.
+
+    Both by the clock and of the processor, which tells whether the machine was busy.
+    """
+    spent = []
+    make = stepping.make_plan
+
+    def timed(*args: Any, **kwargs: Any) -> piper.Plan:
+        gc.collect()
+        start, start_cpu = time.perf_counter(), time.process_time()
+        plan = make(*args, **kwargs)
+        spent.append((time.perf_counter() - start, time.process_time() - start_cpu))
+        return plan
+
+    x = torch.zeros(microbatches, WIDTH)
+    strategy = piper.strategies.pipeline("one_f_one_b", ranks=STAGES, num_microbatches=microbatches)
+    with mock.patch.object(stepping, "make_plan", timed):
+        for _ in range(REPEATS):
+            plan = piper.plan(Chain(STAGES), strategy, (x, x.clone()), world_size=STAGES)
+    return sum(i.op is Op.RUN for p in plan.programs for i in p.instrs), *min(spent)
+
+
+def run() -> Iterator[Row]:
+    """Growing plans, and the exponent between the smallest and the largest."""
+    found = []
+    for microbatches in MICROBATCHES:
+        tasks, took, took_cpu = plan_seconds(microbatches)
+        found.append((tasks, took))
+        judged = BAR_TASKS <= tasks < 2 * BAR_TASKS
+        yield Row(
+            section="planning",
+            what=f"{tasks} tasks",
+            figures=f"{took:.2f} s (processor {took_cpu:.2f} s)",
+            bar=f"< {BAR_S:.0f} s" if judged else "",
+            held=took < BAR_S if judged else None,
+            data={"tasks": tasks, "seconds": took, "processor_s": took_cpu},
+        )
+    (few, first), (many, last) = found[0], found[-1]
+    exponent = math.log(last / first) / math.log(many / few)
+    yield Row(
+        section="planning",
+        what=f"exponent, {few} to {many} tasks",
+        figures=f"{exponent:.2f}",
+        bar=f"<= {BAR_EXPONENT}",
+        held=exponent <= BAR_EXPONENT,
+        data={"exponent": exponent},
+    )

@@ -1,0 +1,85 @@
+"""One table for all benchmarks: what was measured, the figures, and whether the bar is held."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piper_dynamo as piper
+from benchmarks.paired import Comparison
+
+HEAD = ("section", "what", "figures", "bar", "verdict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        section: The benchmark, as `--only` names it.
+        what: What was measured.
+        figures: The outcome, to be read.
+        bar: What is to be held; empty where a row only informs.
+        held: Whether it is; None where there is no bar.
+        data: The measurements, for a file of results.
+    """
+
+    section: str
+    what: str
+    figures: str
+    bar: str = ""
+    held: bool | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as texts."""
+        verdict = {None: "", True: "held", False: "NOT HELD"}[self.held]
+        return (self.section, self.what, self.figures, self.bar, verdict)
+
+
+def ratio_row(section: str, what: str, found: Comparison, bar: float, of: str) -> Row:
+    """A row of a paired comparison of times."""
+    return Row(
+        section=section,
+        what=what,
+        figures=found.text(),
+        bar=f"<= {bar:.2f} x {of}",
+        held=found.holds(bar),
+        data=found.figures(),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows with aligned columns."""
+    cells = [HEAD, *(row.cells for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return (
+        f"piper {piper.__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} x {model}, "
+        f"{torch.get_num_threads()} thread(s) per rank{load}"
+    )
+
+
+def write(path: str, rows: Sequence[Row], on: str) -> None:
+    """All rows and what they were measured on, as JSON."""
+    found = {"machine": on, "rows": [asdict(row) for row in rows]}
+    Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,137 @@
+"""The two sides of a comparison: one optimizer step with torch's pipelining, and with Piper."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+import piper_dynamo as piper
+from piper_dynamo.strategies import placement
+from piper_dynamo.train.config import Config
+from piper_dynamo.train.model import Llama, build
+
+# torch has no ZB-H1; its ZB1P with one stage per rank is the nearest.
+TORCH = {
+    "gpipe": ScheduleGPipe,
+    "one_f_one_b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zb_h1": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+def torch_schedule(
+    name: str, modules: dict[int, nn.Module], stages: int, microbatches: int, loss_fn: Any
+) -> Any:
+    """A schedule of torch over this rank's stages, by stage number."""
+    made = [PipelineStage(m, s, stages, torch.device("cpu")) for s, m in modules.items()]
+    kind: Any = TORCH[name]
+    single = kind in (ScheduleGPipe, Schedule1F1B)
+    return kind(made[0] if single else made, microbatches, loss_fn=loss_fn)
+
+
+def stages_of(schedule: str, ranks: int, rank: int) -> tuple[list[int], int]:
+    """The stages of one rank, and how many there are; the same for both sides."""
+    placed = placement(schedule, ranks)
+    return [s for s, group in placed.items() if group == [rank]], len(placed)
+
+
+class Stage(nn.Module):
+    """The layers of one pipeline stage, as torch's pipelining wants them."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, model: Llama, stage: int, stages: int) -> None:
+        super().__init__()
+        self.embedding = model.embedding if stage == 0 else None
+        self.layers = nn.ModuleList(
+            layer for layer, s in zip(model.layers, model.stage_of, strict=True) if s == stage
+        )
+        last = stage == stages - 1
+        self.norm = model.norm if last else None
+        self.head = model.head if last else None
+        self.register_buffer("cos", model.cos)
+        self.register_buffer("sin", model.sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden values -> hidden values or logits."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        if self.head is not None and self.norm is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy, as in the model's own forward."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batch_of(config: Config) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    size = (config.batch, config.seq)
+    return (
+        torch.randint(0, 256, size, generator=generator),
+        torch.randint(0, 256, size, generator=generator),
+    )
+
+
+class TorchStep:
+    """One optimizer step with torch's pipelining."""
+
+    def __init__(self, config: Config) -> None:
+        mine, stages = stages_of(config.schedule, config.pp, dist.get_rank())
+        model = build(config)
+        modules: dict[int, nn.Module] = {s: Stage(model, s, stages) for s in mine}
+        parameters = [p for m in modules.values() for p in m.parameters()]
+        if config.compile == "inductor":
+            for module in modules.values():
+                module.compile()
+        self.schedule = torch_schedule(
+            config.schedule, modules, stages, config.microbatches, loss_fn
+        )
+        self.first, self.last = 0 in mine, stages - 1 in mine
+        self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, foreach=True)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> float | None:
+        """The loss, on the rank that has it."""
+        losses: list[Tensor] = []
+        args = (tokens,) if self.first else ()
+        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
+        self.schedule.step(*args, **kwargs, return_outputs=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sum(x.item() for x in losses) / len(losses) if losses else None
+
+
+class PiperStep:
+    """One optimizer step with Piper."""
+
+    def __init__(self, config: Config) -> None:
+        self.step = piper.compile(
+            build(config), config.strategy(), batch_of(config), compile=config.compile
+        )
+        self.optimizer = torch.optim.AdamW(piper.parameters(self.step), lr=config.lr, foreach=True)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> float:
+        """The loss."""
+        loss = self.step(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.item())
