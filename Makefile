@@ -20,13 +20,14 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow lint format docs clean
+.PHONY: help env train test test-slow bench-pipeline lint format docs clean
 
 help:
 	@echo "make env     create $(VENV) with everything that Piper and its tests need"
 	@echo "make train   train the example model: two pipeline ranks, real text (ARGS=... to piper train)"
 	@echo "make test    lint, then the tests (ARGS=... to pytest)"
 	@echo "make test-slow   the wide sweeps"
+	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and its pictures again"
@@ -56,6 +57,9 @@ test: lint
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)
+
+bench-pipeline: $(READY)
+	$(PY) -m benchmarks.pipeline $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check
