@@ -3,6 +3,8 @@
 The figure is the high-water mark of resident memory (VmHWM) in steps 3 to 5, above what was
 resident after the imports; optimizer, gradients and what gloo allocates are in it. glibc is told to
 give blocks of 64 KiB and more back at once, so that its reserves do not count; both sides alike.
+A second figure, without a bar, is the mark above what stays resident between steps: what a step
+itself needs, without parameters, optimizer state, and what compiling leaves behind.
 """
 
 import ctypes
@@ -18,7 +20,7 @@ import torch._dynamo
 import torch._inductor.compile_fx  # noqa: F401
 
 import piper_dynamo as piper
-from benchmarks.paired import compare
+from benchmarks.paired import Comparison, compare
 from benchmarks.report import Row
 from benchmarks.sides import PiperStep, TorchStep, batch_of
 from piper_dynamo.train.config import Config
@@ -37,8 +39,8 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}; this benchmark needs Linux")
 
 
-def peak_bytes(config: Config, side: str) -> int:
-    """This rank's peak above the import baseline."""
+def peak_bytes(config: Config, side: str) -> tuple[int, int]:
+    """This rank's peak above the import baseline, and above what stays between steps."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024)
@@ -50,14 +52,19 @@ def peak_bytes(config: Config, side: str) -> int:
         step(*batch)
     gc.collect()
     libc.malloc_trim(0)
+    between = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
     for _ in range(3):
         step(*batch)
-    return resident("VmHWM") - baseline
+    peak = resident("VmHWM")
+    return peak - baseline, peak - between
 
 
-def _highest(config: Config, side: str) -> float:
-    return float(max(piper.launch(functools.partial(peak_bytes, config, side), RANKS)))
+def _highest(config: Config, side: str, steps: list[float]) -> float:
+    """The most that any rank needs; its need within a step is added to `steps`."""
+    found = piper.launch(functools.partial(peak_bytes, config, side), RANKS)
+    steps.append(float(max(step for _, step in found)))
+    return float(max(peak for peak, _ in found))
 
 
 def run(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
@@ -65,9 +72,11 @@ def run(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
     jobs = [replace(config, schedule=s, compile="aten") for s in schedules]
     jobs.append(replace(config, schedule="one_f_one_b", compile="inductor"))
     for job in jobs:
+        ours: list[float] = []
+        theirs: list[float] = []
         found = compare(
-            functools.partial(_highest, job, "piper"),
-            functools.partial(_highest, job, "torch"),
+            functools.partial(_highest, job, "piper", ours),
+            functools.partial(_highest, job, "torch", theirs),
             pairs=min(pairs, PAIRS),
             show=f"memory {job.schedule}",
         )
@@ -79,4 +88,11 @@ def run(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
             bar=f"<= {bar:.2f} x {kind} torch",
             held=found.holds(bar),
             data=found.figures(),
+        )
+        within = Comparison(first=tuple(ours), second=tuple(theirs))
+        yield Row(
+            section="memory",
+            what=f"{job.schedule}, {kind}, within a step",
+            figures=within.text(2**-20, "MiB"),
+            data=within.figures(),
         )
