@@ -468,10 +468,15 @@ def needs(task: tuple[str, int, int]) -> set[tuple[str, int, int]]:
 def collective(
     rank: int, number: int, group: tuple[int, ...], op: Op = Op.ALL_REDUCE
 ) -> list[Instr]:
-    """One collective and its wait, of the register `w`."""
+    """One collective and its wait, of a register of its own."""
     spec = TensorSpec(shape=(4,), dtype=torch.float16, stride=(1,))
     start = Instr(
-        op=op, task=f"c{number}", inputs=("w",), outputs=(f"h{number}",), group=group, specs=(spec,)
+        op=op,
+        task=f"c{number}",
+        inputs=(f"w{number}",),
+        outputs=(f"h{number}",),
+        group=group,
+        specs=(spec,),
     )
     wait = Instr(op=Op.WAIT, task=f"c{number}", inputs=(f"h{number}",), outputs=(f"r{number}",))
     return [start, wait]
@@ -483,12 +488,15 @@ def by_hand(*ranks: list[Instr]) -> Programs:
             rank=rank,
             world_size=len(ranks),
             instrs=tuple(instrs),
-            state=(("w", 0),),
+            state=(("w", 0), *((f"w{i}", i + 1) for i in range(4))),
             data=(),
             weights=(),
             tangents=(),
             loss="",
-            outputs=(),
+            outputs=tuple(
+                (i, reg)
+                for i, reg in enumerate(r for one in instrs for r in one.outputs if r[0] in "rx")
+            ),
             grads=(),
             buffers=(),
             chunks=(),

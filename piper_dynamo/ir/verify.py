@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperPlanError, format_error, join_faults
+from piper_dynamo.ir.contributions import REDUCTIONS, check_gathers, check_reductions
 from piper_dynamo.ir.cycle import find_cycle
 from piper_dynamo.ir.program import COLLECTIVES, Group, Instr, Op, RankProgram
 
@@ -31,6 +32,8 @@ def verify(programs: Sequence[RankProgram]) -> None:
         *_check_messages(programs),
         *_check_collectives(programs),
     ]
+    if not faults:  # these follow values through messages and collectives that match
+        faults = [*check_reductions(programs), *check_gathers(programs)]
     if faults:
         raise PiperPlanError(join_faults("the plan is unsafe", faults))
     cycle = _HappensBefore(programs).cycle()
@@ -86,19 +89,24 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
 
 
 def _check_sums(programs: Sequence[RankProgram]) -> list[str]:
-    """What a chunk makes is used; a partial gradient by its sum alone, which it becomes."""
+    """What is made is used; a partial gradient by its sum or reduction alone, which it becomes."""
     faults = []
     for program in programs:
         readers: dict[str, int] = {}
         results = program.results()
         for instr in program.instrs:
-            for reg in instr.reads() if instr.op is not Op.FREE else ():
+            reads = instr.reads() if instr.op is not Op.FREE else ()
+            for reg in reads[-1:] if instr.op is Op.ACCUMULATE else reads:  # a sum reads itself
                 readers[reg] = readers.get(reg, 0) + 1
         for index, instr in enumerate(program.instrs):
-            if instr.op is Op.ACCUMULATE and readers[instr.inputs[-1]] > 1:
-                at = where(programs, program.rank, index)
-                faults.append(f"{at}: {instr.inputs[-1]!r} is added in place, but read elsewhere")
-            for reg in instr.writes() if instr.op is Op.RUN else ():
+            added = instr.inputs if instr.op in REDUCTIONS else ()
+            if instr.op is Op.ACCUMULATE:
+                added = instr.inputs[-1:]
+            for reg in added:
+                if readers[reg] > 1 or reg in results:
+                    at = where(programs, program.rank, index)
+                    faults.append(f"{at}: {reg!r} is added or reduced here, but read elsewhere")
+            for reg in instr.writes() if instr.op is not Op.FREE else ():
                 if reg not in readers and reg not in results and reg != "_":
                     at = where(programs, program.rank, index)
                     faults.append(f"{at}: {reg!r} is made and never used")

@@ -1,0 +1,166 @@
+"""The part of the proof that is about replicated parameters: reduced once, gathered before use.
+
+Terms: the *contributions* in a gradient are the ranks whose tasks made parts of it. A part has its
+own rank's; a reduction joins those of its group, and a message carries its sender's.
+
+Formal: for each gradient a rank ends with, no contribution is added twice, and with one rank's all
+of its replicas' are there; no block of a parameter is read but by its gather.
+"""
+
+from collections.abc import Sequence
+
+from piper_dynamo.ir.program import Instr, Op, RankProgram
+
+REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
+
+
+def check_reductions(programs: Sequence[RankProgram]) -> list[str]:
+    """Each gradient of a replicated parameter is the sum over exactly its replicas, once."""
+    if not any(program.replicas for program in programs):
+        return []
+    finder = _Contributions(programs)
+    replicas = [dict(program.replicas) for program in programs]
+    faults = []
+    for program in programs:
+        for position, reg in program.grads:
+            if position not in replicas[program.rank]:
+                continue
+            found = finder.of(program.rank, reg)
+            strangers = sorted(r for r in found if position not in replicas[r])
+            missing = sorted(
+                {m for r in found - {*strangers} for m in replicas[r][position]} - found
+            )
+            at = f"rank {program.rank}: the gradient {reg!r}"
+            if missing:
+                group = replicas[program.rank][position]
+                faults.append(
+                    f"{at} is not reduced over its replicas {group}: "
+                    f"it has the contributions of {sorted(found)} without {missing}"
+                )
+            if strangers:
+                faults.append(
+                    f"{at} is reduced over ranks {strangers}, which do not hold its parameter"
+                )
+    return [*finder.faults, *faults]
+
+
+class _Contributions:
+    """The ranks whose contributions a register contains; found on demand, each register once."""
+
+    def __init__(self, programs: Sequence[RankProgram]) -> None:
+        self.faults: list[str] = []
+        self._writers: list[dict[str, list[Instr]]] = []
+        self._sent: dict[tuple[int, int, int], str] = {}
+        self._issued: dict[tuple[object, int], dict[int, Instr]] = {}
+        self._number: list[dict[str, tuple[object, int]]] = []
+        self._known: dict[tuple[int, str], frozenset[int]] = {}
+        for program in programs:
+            writers: dict[str, list[Instr]] = {}
+            numbers: dict[str, tuple[object, int]] = {}
+            count: dict[object, int] = {}
+            for instr in program.instrs:
+                for reg in instr.writes():
+                    writers.setdefault(reg, []).append(instr)
+                if instr.op is Op.SEND:
+                    self._sent[program.rank, instr.peer, instr.message] = instr.inputs[0]
+                elif instr.group:
+                    key = (instr.communicator, count.get(instr.communicator, 0))
+                    count[instr.communicator] = key[1] + 1
+                    numbers[instr.outputs[0]] = key
+                    self._issued.setdefault(key, {})[program.rank] = instr
+            self._writers.append(writers)
+            self._number.append(numbers)
+
+    def of(self, rank: int, reg: str) -> frozenset[int]:
+        key = (rank, reg)
+        if key not in self._known:
+            self._known[key] = frozenset()  # what comes back here has been refused as a cycle
+            self._known[key] = self._find(rank, reg)
+        return self._known[key]
+
+    def _find(self, rank: int, reg: str) -> frozenset[int]:
+        writers = self._writers[rank].get(reg, [])
+        if not writers:
+            return frozenset()
+        first = writers[0]
+        match first.op:
+            case Op.ACCUMULATE:
+                return self._sum(rank, reg, [w.inputs[-1] for w in writers])
+            case Op.ADD:
+                return self._join(reg, [(rank, part) for part in first.inputs])
+            case Op.WAIT if first.peer >= 0:
+                return self.of(first.peer, self._sent[first.peer, rank, first.message])
+            case Op.WAIT:
+                return self._collective(rank, reg, first)
+            case _:
+                return frozenset({rank})
+
+    def _sum(self, rank: int, reg: str, parts: Sequence[str]) -> frozenset[int]:
+        """Parts of different tasks: each has the same ranks' contributions."""
+        found = [self.of(rank, part) for part in parts]
+        odd = next((i for i, one in enumerate(found) if one != found[0]), None)
+        if odd is not None:
+            self.faults.append(
+                f"rank {rank}: {reg!r} adds what is reduced and what is not: {parts[0]!r} has the "
+                f"contributions of ranks {sorted(found[0])}, {parts[odd]!r} of {sorted(found[odd])}"
+            )
+        return frozenset().union(*found)
+
+    def _join(self, reg: str, parts: Sequence[tuple[int, str]]) -> frozenset[int]:
+        """Parts of different ranks: none has another's contributions."""
+        total: frozenset[int] = frozenset()
+        for rank, part in parts:
+            found = self.of(rank, part)
+            if total & found:
+                self.faults.append(
+                    f"rank {rank}: {part!r} is reduced again into {reg!r}, which has the "
+                    f"contributions of ranks {sorted(total & found)} already"
+                )
+            total |= found
+        return total
+
+    def _collective(self, rank: int, reg: str, wait: Instr) -> frozenset[int]:
+        members = self._issued[self._number[rank][wait.inputs[0]]]
+        index = wait.outputs.index(reg)
+        start = members[rank]
+        if start.op not in REDUCTIONS:
+            return frozenset({rank})
+        parts = [(r, members[r].inputs[index]) for r in start.group if r in members]
+        return self._join(reg, parts)
+
+
+def check_gathers(programs: Sequence[RankProgram]) -> list[str]:
+    """A block is read by gathers over its group alone; what they give is freed in the step."""
+    faults = []
+    for program in programs:
+        groups = dict(program.shards)
+        blocks = {reg: groups[p] for reg, p in program.state if p in groups}
+        gathering: dict[str, Instr] = {}
+        whole: dict[str, Instr] = {}
+        for index, instr in enumerate(program.instrs):
+            at = f"rank {program.rank} #{index} {instr.op} {instr.task}"
+            if instr.op is Op.ALL_GATHER:
+                gathering[instr.outputs[0]] = instr
+            elif instr.op is Op.WAIT and instr.inputs[0] in gathering:
+                whole.update(dict.fromkeys(instr.outputs, instr))
+            elif instr.op is Op.FREE:
+                for reg in instr.inputs:
+                    whole.pop(reg, None)
+            for reg in instr.reads() if instr.op is not Op.FREE else ():
+                if reg not in blocks:
+                    continue
+                if instr.op is not Op.ALL_GATHER:
+                    faults.append(
+                        f"{at}: {reg!r} is a block of a parameter, read before its gather"
+                    )
+                elif instr.group != blocks[reg]:
+                    faults.append(
+                        f"{at}: {reg!r} is gathered over ranks {instr.group}, "
+                        f"but its blocks are on {blocks[reg]}"
+                    )
+        faults += [
+            f"rank {program.rank}: {reg!r} is gathered ({instr.task}) and never freed"
+            for reg, instr in whole.items()
+            if reg != "_"
+        ]
+    return faults
