@@ -6,7 +6,7 @@ has the same size.
 Signature: DAG over the whole batch -> the same DAG, every task with its devices.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,12 +43,12 @@ class Place:
         placements: Sequence[Placement],
         world_size: int,
         *,
-        shared: Callable[[Mapping[str, Any]], bool],
+        sharers: Sequence[Any],
     ) -> None:
-        """`shared(tags)` says whether a directive explains why several ranks run such a task."""
+        """`sharers` are the directives that say how several ranks share tasks: filter and label."""
         self._placements = placements
         self._world_size = world_size
-        self._shared = shared
+        self._sharers = sharers
 
     def __call__(self, dag: Dag) -> None:
         """Rewrite `dag` in place."""
@@ -105,6 +105,11 @@ class Place:
         faults += [f"{region} is placed nowhere ({line})" for region, line in homeless.items()]
         if not faults:
             faults += self._check_groups(tasks)
+        faults += [
+            f"{one.label} " + describe_miss(one.filter, dag)
+            for one in self._sharers
+            if not any(one.filter.matches(dict(region.tags)) for region in dag.regions)
+        ]
         return _merge_repeats(faults)
 
     def _check_groups(self, tasks: list[Node]) -> list[str]:
@@ -137,7 +142,7 @@ class Place:
             if len(task.devices) > 1 and task.name is not None:
                 shared.setdefault((task.name.region, task.devices), node)
         for (region, devices), node in shared.items():
-            if not self._shared(dict(region.tags)):
+            if not any(one.filter.matches(dict(region.tags)) for one in self._sharers):
                 faults.append(
                     f"{task_of(node).name} is placed on {len(devices)} ranks {devices}, "
                     "and no directive says how they share it\n"

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx.node import Node
 
-from piper_dynamo.errors import PiperPlanError, join_faults
+from piper_dynamo.errors import PiperPlanError, format_error, join_faults
 from piper_dynamo.ir import ops
 from piper_dynamo.ir.graph import (
     Dag,
@@ -30,7 +30,6 @@ from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import Groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
-from piper_dynamo.passes.select import describe_miss
 
 Devices = tuple[int, ...]
 
@@ -102,11 +101,7 @@ class Replicate:
 
     def __call__(self, dag: Dag) -> None:
         """Rewrite `dag` in place."""
-        faults = [
-            f"{r.label} " + describe_miss(r.filter, dag)
-            for r in self._replications
-            if not any(r.filter.matches(_tags(region)) for region in dag.regions)
-        ]
+        faults: list[str] = []
         groups = sorted({task_of(n).devices for n in dag.tasks() if len(task_of(n).devices) > 1})
         buckets = [b for devices in groups for b in self._buckets(dag, devices, faults)]
         if faults:
@@ -332,10 +327,15 @@ def _check_ties(dag: Dag) -> None:
                 continue
             specs = {source.meta["spec"] for source in node.all_input_nodes}
             if len({spec.shape for spec in specs}) > 1:
-                name = dag.args[int(key)].name
+                found = {layout.where for (p, _), layout in dag.layouts.items() if p == int(key)}
                 raise PiperPlanError(
-                    f"parameter {name!r} is used on several device groups, sharded differently; "
-                    "give its regions Replicate directives with equal zero and axes"
+                    format_error(
+                        f"parameter {dag.args[int(key)].name!r} is whole on one device group and "
+                        "sharded on another, so their gradients cannot be added",
+                        {"directives": "\n".join(sorted(found))},
+                        hint="give the regions that share it Replicates that agree on zero=0 or "
+                        "not, and on axes",
+                    )
                 )
             node.meta["spec"] = node.all_input_nodes[0].meta["spec"]
 

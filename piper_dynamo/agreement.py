@@ -88,13 +88,7 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
         if theirs != mine:
             differing.append(f"rank {rank}: {what}")
     if differing:
-        raise PiperRuntimeError(
-            format_error(
-                "ranks would run different programs in one step",
-                {f"rank {comm.rank}": describe(plan), "others": "\n".join(differing)},
-                hint="give every rank the same model, strategy, input shapes and grad mode",
-            )
-        )
+        raise _different_programs(plan, comm, differing)
     return silent
 
 
@@ -110,37 +104,53 @@ def check_replicas(plan: Plan, comm: Communicator, params: Sequence[tuple[str, T
         PiperRuntimeError: They differ; names the parameters.
         PiperTimeoutError: A replica does not come here.
     """
-    group = plan.group(comm.rank)
     number = comm.adoptions
     comm.adoptions = number + 1
     mine = digest([value for _, value in params])
-    start = f"{number} {plan.fingerprint()} "
-    comm.publish(_replica_key(number, comm.rank), start + " ".join(mine))
+    text = f"{number} {plan.fingerprint()} {','.join(mine)} {describe(plan)}"
+    comm.publish(_replica_key(number, comm.rank), text)
+    programs: list[str] = []
     differing: dict[str, list[int]] = {}
-    for rank in group:
-        text = comm.lookup(_replica_key(number, rank), start, comm.timeout_s)
-        if text is None:
+    for rank in plan.group(comm.rank):
+        other = comm.lookup(_replica_key(number, rank), f"{number} ", comm.timeout_s)
+        if other is None:
             raise PiperTimeoutError(
                 format_error(
                     f"rank {rank} did not prepare the step within {comm.timeout_s:g} s",
-                    {"this rank": comm.rank, "replicas": group},
+                    {"this rank": comm.rank, "replicas": plan.group(comm.rank)},
                     hint="every rank must call the same step; look for the first failed rank",
                 )
             )
-        for (name, _), one, other in zip(params, mine, text.split(" ")[2:], strict=True):
-            if one != other:
+        _, program, theirs, what = other.split(" ", 3)
+        if program != plan.fingerprint():
+            programs.append(f"rank {rank}: {what}")
+            continue
+        for (name, _), one, two in zip(params, mine, theirs.split(","), strict=True):
+            if one != two:
                 differing.setdefault(name, []).append(rank)
+    if programs:
+        raise _different_programs(plan, comm, programs)
     if differing:
         shown = [f"{name} on rank {', '.join(map(str, r))}" for name, r in differing.items()]
         more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
         raise PiperRuntimeError(
             format_error(
-                "replicas start from different parameters",
-                {"this rank": comm.rank, "differ from it": "\n".join([*shown[:8], *more])},
+                f"rank {comm.rank} starts from other parameters than its replicas",
+                {"they differ in": "\n".join([*shown[:8], *more])},
                 hint="seed every rank alike before the model is built (torch.manual_seed), "
                 "or load the same state dict",
             )
         )
+
+
+def _different_programs(plan: Plan, comm: Communicator, others: list[str]) -> PiperRuntimeError:
+    return PiperRuntimeError(
+        format_error(
+            "ranks would run different programs in one step",
+            {f"rank {comm.rank}": describe(plan), "others": "\n".join(others)},
+            hint="give every rank the same model, strategy, input shapes and grad mode",
+        )
+    )
 
 
 def describe(plan: Plan) -> str:

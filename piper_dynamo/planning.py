@@ -427,9 +427,7 @@ def make_plan(
     copies = replications(strategy)
     rest: list[GraphPass] = [
         SplitBackward(named_halves(orders, dag) if dag.training else set()),
-        Place(
-            placements, world_size, shared=lambda tags: any(r.filter.matches(tags) for r in copies)
-        ),
+        Place(placements, world_size, sharers=copies),
         Tie(),
         Replicate(copies),
         Transfer(outputs_everywhere=outputs_everywhere),

@@ -247,10 +247,12 @@ class Executor:
         rank = self.program.rank
         task = instr.task or instr.op
         details = {"where": instr.where or "no source line", "instruction": f"{instr.op} {task}"}
-        if timed_out and instr.peer >= 0:
+        if timed_out:
             finite = self.comm.timeout_s != float("inf")
             waited = f" since {self.comm.timeout_s:g} s" if finite else ", and it cannot come"
-            title = f"rank {rank} waits for {task} from rank {instr.peer}{waited}"
+            title = f"rank {rank} waits for {task} of all its ranks{waited}"
+            if instr.peer >= 0:
+                title = f"rank {rank} waits for {task} from rank {instr.peer}{waited}"
             if instr.op is Op.DRAIN:
                 title = f"rank {rank} waits for rank {instr.peer} to take {task}{waited}"
             return PiperTimeoutError(

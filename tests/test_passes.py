@@ -62,7 +62,8 @@ def place(filters: dict[tuple[int, ...], dict], world: int = 2, shared: bool = F
         Placement(filter=Filter(tags), devices=devices, label=f"Place({Filter(tags)})")
         for devices, tags in filters.items()
     ]
-    return Place(placements, world, shared=lambda node: shared)
+    everywhere = Placement(filter=Filter({}), devices=(), label="Replicate({})")
+    return Place(placements, world, sharers=[everywhere] if shared else [])
 
 
 LINE2 = {(0,): {"PP": 0}, (1,): {"PP": 1}}

@@ -111,7 +111,7 @@ def placed(cached: Cached, devices: list[int], name: str = "stack", parts: int =
         Placement(filter=Filter({"PP": stage}), devices=(number[rank],), label="")
         for stage, rank in enumerate(devices)
     ]
-    Place(placements, len(number), shared=lambda node: False)(dag)
+    Place(placements, len(number), sharers=[])(dag)
     return dag
 
 
