@@ -13,7 +13,7 @@ import heapq
 from torch.fx.node import Node
 
 from piper_dynamo.ir.graph import Dag, producer, task_of
-from piper_dynamo.ir.task import Kind, Pass, TaskName
+from piper_dynamo.ir.task import Kind, Pass, RegionId, TaskName
 
 COST = {Pass.F: 1.0, Pass.B: 2.0, Pass.BI: 1.0, Pass.BW: 1.0}  # in units of a forward
 _URGENCY = {Pass.B: 0, Pass.BI: 0, Pass.F: 1, Pass.BW: 2}
@@ -28,7 +28,7 @@ def schedule(dag: Dag) -> dict[tuple[int, ...], list[Node]]:
     nodes = [n for n in dag.graph.nodes if n.meta.get("task") is not None]
     index = {node: i for i, node in enumerate(nodes)}
     successors, waiting = _edges(dag, nodes, index)
-    depth = {region: len(dag.regions) - i for i, region in enumerate(dag.regions)}
+    depth = _depth(dag)
     order: dict[tuple[int, ...], list[Node]] = {}
     ready: dict[tuple[int, ...], list[tuple[tuple[int, int, int], int]]] = {}
     free_at: dict[tuple[int, ...], float] = {}
@@ -77,6 +77,16 @@ def schedule(dag: Dag) -> dict[tuple[int, ...], list[Node]]:
     return order
 
 
+def _depth(dag: Dag) -> dict[RegionId, int]:
+    """Stages from each region to the end; the pieces of one stage count once."""
+    later: set[object] = set()
+    found: dict[RegionId, int] = {}
+    for region in reversed(dag.regions):
+        later.add(region.tags)
+        found[region] = len(later)
+    return found
+
+
 def _edges(
     dag: Dag, nodes: list[Node], index: dict[Node, int]
 ) -> tuple[list[list[int]], list[int]]:
@@ -110,7 +120,7 @@ def _in_flight_bounds(dag: Dag) -> list[tuple[Node, Node]]:
             forward[name] = node
         elif name.which in (Pass.B, Pass.BI) and node.meta.get("phase") is not None:
             backward[name.with_pass(Pass.F)] = node
-    depth = {region: len(dag.regions) - i for i, region in enumerate(dag.regions)}
+    depth = _depth(dag)
     bounds = []
     for name, node in forward.items():
         assert name.mb is not None

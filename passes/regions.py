@@ -23,6 +23,7 @@ from piper_dynamo.ir.alias import is_random
 from piper_dynamo.ir.joint import ENTRY, OUTPUT_COPY, PREFIX, ArgKind, Capture
 from piper_dynamo.ir.spec import user_line
 from piper_dynamo.ir.task import RegionId
+from piper_dynamo.passes.pieces import Cuts, number_pieces
 
 Tags = tuple[tuple[str, int], ...]
 
@@ -48,8 +49,8 @@ class Regions:
     untagged: tuple[tuple[str, RegionId], ...] = field(default=())
 
 
-def find_regions(capture: Capture) -> Regions:
-    """Assign every node of the joint graph to a region.
+def find_regions(capture: Capture, cuts: Cuts | None = None) -> Regions:
+    """Assign every node of the joint graph to a region; `cuts` cut regions into pieces.
 
     rewrite:   a parameter's gradient summed over regions -> one partial gradient per region
     requires:  the graph is functional; forward nodes come before the backward nodes they feed
@@ -67,7 +68,8 @@ def find_regions(capture: Capture) -> Regions:
     made = [n for n in forward if n.meta.get("autograd_backward")]
     forward = [n for n in forward if not n.meta.get("autograd_backward")]
     untagged = _adopt(forward, tags)
-    of, order = _merge_runs(forward, tags)
+    pieces = number_pieces(capture, forward, tags, free, cuts or Cuts())
+    of, order = _merge_runs(forward, tags, pieces)
     seq = _forward_by_seq(capture, backward)
     last = {region.tags: region for region in order}
     tails = _tails(capture, backward, free, seq)
@@ -185,12 +187,16 @@ def _adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
 
 
 def _merge_runs(
-    forward: list[Node], tags: dict[Node, dict[str, int]]
+    forward: list[Node], tags: dict[Node, dict[str, int]], pieces: dict[Node, int]
 ) -> tuple[dict[Node, RegionId], tuple[RegionId, ...]]:
-    """A run joins the last region of its tags unless a path leaves that and comes back."""
+    """A run joins the last region of its tags unless a path leaves that and comes back.
+
+    A further piece of a region is a region of its own.
+    """
     of: dict[Node, RegionId] = {}
     before: dict[RegionId, set[RegionId]] = {}  # all regions a region depends on
     last: dict[Tags, RegionId] = {}
+    piece: dict[RegionId, int] = {}
     run: list[Node] = []
 
     def close() -> None:
@@ -202,8 +208,9 @@ def _merge_runs(
         comes_back = region is not None and any(
             s != region and region in before[s] for s in sources
         )
-        if region is None or comes_back:
+        if region is None or comes_back or piece[region] != pieces[run[0]]:
             region = RegionId(tags=key, visit=0 if region is None else region.visit + 1)
+            piece[region] = pieces[run[0]]
             before[region] = set()
             last[key] = region
         ancestors = (sources | {a for s in sources for a in before[s]}) - {region}
@@ -218,7 +225,7 @@ def _merge_runs(
         source = node.args[0] if node.args else None
         if run and _is_getitem(node) and isinstance(source, Node) and source in run:
             tags[node] = tags[run[0]]
-        if run and tags[node] != tags[run[0]]:
+        if run and (tags[node] != tags[run[0]] or pieces[node] != pieces[run[0]]):
             close()
         run.append(node)
     close()

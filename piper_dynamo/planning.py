@@ -39,6 +39,7 @@ from piper_dynamo.passes.cut import cut
 from piper_dynamo.passes.gather import Gather
 from piper_dynamo.passes.order import Order, named_halves
 from piper_dynamo.passes.partition import Partition, Partitioner
+from piper_dynamo.passes.pieces import Cuts
 from piper_dynamo.passes.pipeline import GraphPass, run_passes
 from piper_dynamo.passes.place import Place, Placement
 from piper_dynamo.passes.regions import Regions, find_regions
@@ -294,6 +295,7 @@ def template_of(  # noqa: PLR0913
     loss: int | None,
     training: bool,
     paths: Mapping[int, str] | None = None,
+    cuts: Cuts | None = None,
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
 
@@ -307,6 +309,7 @@ def template_of(  # noqa: PLR0913
         loss: Which output is the loss, or None to find it.
         training: With the backward.
         paths: The user's path of each output, for messages, where it is known.
+        cuts: What cuts regions into pieces.
     """
     full = (
         key,
@@ -316,13 +319,14 @@ def template_of(  # noqa: PLR0913
         num_microbatches,
         loss,
         training,
+        cuts,
     )
     if key is not None and full in _templates:
         return _templates[full]
     captured = capturing.trace(
         gm, args, numbers, dims, num_microbatches, loss=loss, training=training, paths=paths
     )
-    regions = find_regions(captured)
+    regions = find_regions(captured, cuts)
     graphs = cut(captured, regions)
     kept = {captured.placeholders[a.position] for a in args}
     partitioner = Partitioner(captured.mode)
@@ -345,6 +349,16 @@ def split_of(strategy: Strategy) -> SplitDirective:
     """The strategy's Split; one microbatch where it has none."""
     found = strategy.of(SplitDirective)
     return found[0] if found else SplitDirective({}, num_microbatches=1)
+
+
+def cuts_of(strategy: Strategy, compile_mode: str) -> Cuts:
+    """What cuts the strategy's regions: buckets, and blocks where compiling each once pays."""
+    buckets = tuple(
+        (one.filter, int(one.bucket_mb * 2**20))
+        for one in strategy.of(ReplicateDirective)
+        if one.bucket_mb is not None
+    )
+    return Cuts(buckets=buckets, blocks=compile_mode == "inductor")
 
 
 def replications(strategy: Strategy) -> list[Replication]:
@@ -413,7 +427,7 @@ def make_plan(
     """
     split = split_of(strategy)
     orders = strategy.of(OrderDirective)
-    dag = replace(template.dag, chunks=dict(template.dag.chunks), orders=[])
+    dag = replace(template.dag, chunks=dict(template.dag.chunks), orders=[], layouts={})
     check = value_checker(template.capture, template.regions, dims)
     per_microbatch = callable(split.loss)
     first: list[GraphPass] = [

@@ -30,7 +30,7 @@ from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.emulate import emulated_chunk, modelled_seconds
 from piper_dynamo.options import Options
-from piper_dynamo.planning import Plan, data_dims, make_plan, split_of, template_of
+from piper_dynamo.planning import Plan, cuts_of, data_dims, make_plan, split_of, template_of
 from piper_dynamo.runtime.comm import STATE, Communicator
 from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
@@ -175,6 +175,7 @@ class CompiledStep:
                 loss=self._loss_index(),
                 training=self._training,
                 paths=self._paths,
+                cuts=cuts_of(strategy, self._options.compile_for(values)),
             )
             self._plans[key] = make_plan(
                 template,
