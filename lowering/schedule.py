@@ -1,14 +1,16 @@
 """Schedule: a total order of the compute tasks of every device group.
 
 What Orders leave open is filled by list scheduling: tasks start as their inputs arrive, backward
-before forward before weight gradient, early microbatches first. Where no order is given at all, a
-stage holds at most as many microbatches in flight as there are stages from it to the end, which is
-the memory of 1F1B.
+before forward before weight gradient, early microbatches first, and of one microbatch what has the
+longest way to the end. A region that no order names has at most as many microbatches in flight as
+there are stages from it to the end, which is the memory of 1F1B; the bound gives way where orders
+of other groups would make everybody wait.
 
 Signature: placed DAG with orders -> per device group, its tasks in the order they run.
 """
 
 import heapq
+from dataclasses import dataclass, field
 
 from torch.fx.node import Node
 
@@ -17,6 +19,24 @@ from piper_dynamo.ir.task import Kind, Pass, RegionId, TaskName
 
 COST = {Pass.F: 1.0, Pass.B: 2.0, Pass.BI: 1.0, Pass.BW: 1.0}  # in units of a forward
 _URGENCY = {Pass.B: 0, Pass.BI: 0, Pass.F: 1, Pass.BW: 2}
+_Key = tuple[int, int, float, int]  # urgency, microbatch, minus the way to the end, vertex
+
+
+@dataclass(slots=True)
+class _Group:
+    """What one device group could run now.
+
+    Attributes:
+        ready: Tasks whose inputs are there, most urgent first.
+        held: Forwards that would exceed their region's bound, likewise.
+        free_at: When the task that it runs ends.
+        order: What it has run.
+    """
+
+    ready: list[_Key] = field(default_factory=list)
+    held: list[_Key] = field(default_factory=list)
+    free_at: float = 0.0
+    order: list[Node] = field(default_factory=list)
 
 
 def schedule(dag: Dag) -> dict[tuple[int, ...], list[Node]]:
@@ -25,56 +45,132 @@ def schedule(dag: Dag) -> dict[tuple[int, ...], list[Node]]:
     Returns:
         Every compute task (empty phases too), grouped by devices, in running order. Deterministic.
     """
-    nodes = [n for n in dag.graph.nodes if n.meta.get("task") is not None]
-    index = {node: i for i, node in enumerate(nodes)}
-    successors, waiting = _edges(dag, nodes, index)
-    depth = _depth(dag)
-    order: dict[tuple[int, ...], list[Node]] = {}
-    ready: dict[tuple[int, ...], list[tuple[tuple[int, int, int], int]]] = {}
-    free_at: dict[tuple[int, ...], float] = {}
-    events: list[tuple[float, int]] = []  # a node's work is done
+    return _Scheduler(dag).run()
 
-    def release(vertex: int, now: float) -> None:
+
+class _Scheduler:
+    def __init__(self, dag: Dag) -> None:
+        self.dag = dag
+        self.nodes = [n for n in dag.graph.nodes if n.meta.get("task") is not None]
+        index = {node: i for i, node in enumerate(self.nodes)}
+        self.successors, self.waiting = _edges(dag, self.nodes, index)
+        self.names = [task_of(n).name if _runs(n) else None for n in self.nodes]
+        self.way = _way_to_end(self.successors, self.waiting, self.names)
+        self.depth = _depth(dag)
+        self.last = _last_backward(self.names)
+        self.in_flight: dict[RegionId, int] = dict.fromkeys(dag.regions, 0)
+        self.ordered = {n for before, after, _ in dag.orders for n in (before, after)}
+        self.groups: dict[tuple[int, ...], _Group] = {}
+        self.events: list[tuple[float, int]] = []  # a node's work is done
+
+    def run(self) -> dict[tuple[int, ...], list[Node]]:
+        for vertex in [v for v, count in enumerate(self.waiting) if count == 0]:
+            self.release(vertex, 0.0)
+        now = 0.0
+        while True:
+            # Finish everything that ends now before anyone chooses, so that the choice does not
+            # depend on event order.
+            while self.events and self.events[0][0] <= now:
+                self.finish(heapq.heappop(self.events)[1], now)
+            for devices in sorted(self.groups):
+                self.start(self.groups[devices], now)
+            if not self.events and not self.let_go():
+                break
+            if self.events:
+                now = max(now, self.events[0][0])
+        found = {devices: group.order for devices, group in self.groups.items()}
+        scheduled = sum(map(len, found.values()))
+        assert scheduled == sum(1 for _ in self.dag.tasks()), "a cycle got past the order pass"
+        return found
+
+    def release(self, vertex: int, now: float) -> None:
         """A node has all it waits for."""
-        task = task_of(nodes[vertex])
-        if task.kind is not Kind.COMPUTE or nodes[vertex].meta.get("phase") is None:
+        task, name = task_of(self.nodes[vertex]), self.names[vertex]
+        if name is None:
             if task.kind is Kind.COMPUTE:
-                order.setdefault(task.devices, []).append(nodes[vertex])
-            heapq.heappush(events, (now, vertex))
+                self.group(task.devices).order.append(self.nodes[vertex])
+            heapq.heappush(self.events, (now, vertex))
             return
-        assert task.name is not None
-        key = (_URGENCY[task.name.which], task.name.mb or 0, -depth[task.name.region])
-        if task.name.which is not Pass.F:
-            key = (key[0], key[1], depth[task.name.region])
-        heapq.heappush(ready.setdefault(task.devices, []), (key, vertex))
+        key = (_URGENCY[name.which], name.mb or 0, -self.way[vertex], vertex)
+        heapq.heappush(self.group(task.devices).ready, key)
 
-    for vertex, count in enumerate(waiting):
-        if count == 0:
-            release(vertex, 0.0)
-    now = 0.0
-    while True:
-        # Finish everything that ends now before anyone chooses, so that the choice does not depend
-        # on event order.
-        while events and events[0][0] <= now:
-            _, vertex = heapq.heappop(events)
-            for target in successors[vertex]:
-                waiting[target] -= 1
-                if waiting[target] == 0:
-                    release(target, now)
-        for devices in sorted(ready):
-            if ready[devices] and free_at.get(devices, 0.0) <= now:
-                _, vertex = heapq.heappop(ready[devices])
-                name = task_of(nodes[vertex]).name
-                assert name is not None
-                order.setdefault(devices, []).append(nodes[vertex])
-                free_at[devices] = now + COST[name.which]
-                heapq.heappush(events, (free_at[devices], vertex))
-        if not events:
-            break
-        now = max(now, events[0][0])
-    scheduled = sum(map(len, order.values()))
-    assert scheduled == sum(1 for _ in dag.tasks()), "a cycle got past the order pass"
-    return order
+    def group(self, devices: tuple[int, ...]) -> _Group:
+        return self.groups.setdefault(devices, _Group())
+
+    def finish(self, vertex: int, now: float) -> None:
+        name = self.names[vertex]
+        if name is not None and vertex in self.last:
+            self.in_flight[name.region] -= 1
+            group = self.group(task_of(self.nodes[vertex]).devices)
+            for key in group.held:
+                heapq.heappush(group.ready, key)
+            group.held.clear()
+        for target in self.successors[vertex]:
+            self.waiting[target] -= 1
+            if self.waiting[target] == 0:
+                self.release(target, now)
+
+    def start(self, group: _Group, now: float) -> None:
+        """The most urgent task that no bound holds back."""
+        while group.ready and group.free_at <= now:
+            key = heapq.heappop(group.ready)
+            name = self.names[key[-1]]
+            assert name is not None
+            if self.is_full(key[-1], name):
+                heapq.heappush(group.held, key)
+                continue
+            if name.which is Pass.F:
+                self.in_flight[name.region] += 1
+            group.order.append(self.nodes[key[-1]])
+            group.free_at = now + COST[name.which]
+            heapq.heappush(self.events, (group.free_at, key[-1]))
+
+    def is_full(self, vertex: int, name: TaskName) -> bool:
+        free = name.which is not Pass.F or not self.last or self.nodes[vertex] in self.ordered
+        return not free and self.in_flight[name.region] >= self.depth[name.region]
+
+    def let_go(self) -> bool:
+        """Everybody waits: one forward may exceed its bound."""
+        held = [(group.held[0], devices) for devices, group in self.groups.items() if group.held]
+        if not held:
+            return False
+        _, devices = min(held)
+        key = heapq.heappop(self.groups[devices].held)
+        self.ordered.add(self.nodes[key[-1]])
+        heapq.heappush(self.groups[devices].ready, key)
+        return True
+
+
+def _runs(node: Node) -> bool:
+    return task_of(node).kind is Kind.COMPUTE and node.meta.get("phase") is not None
+
+
+def _way_to_end(
+    successors: list[list[int]], waiting: list[int], names: list[TaskName | None]
+) -> list[float]:
+    """The cost of the costliest chain from each vertex to the end, itself included."""
+    left = list(waiting)
+    order = [v for v, count in enumerate(left) if count == 0]
+    for vertex in order:  # grows while it is read
+        for target in successors[vertex]:
+            left[target] -= 1
+            if left[target] == 0:
+                order.append(target)
+    way = [0.0] * len(successors)
+    for vertex in reversed(order):
+        name = names[vertex]
+        after = max((way[target] for target in successors[vertex]), default=0.0)
+        way[vertex] = after + (COST[name.which] if name is not None else 0.0)
+    return way
+
+
+def _last_backward(names: list[TaskName | None]) -> set[int]:
+    """The task after which a microbatch holds nothing of a region any more."""
+    found: dict[tuple[RegionId, int | None], int] = {}
+    for vertex, name in enumerate(names):
+        if name is not None and name.which is not Pass.F:
+            found[name.region, name.mb] = vertex
+    return set(found.values())
 
 
 def _depth(dag: Dag) -> dict[RegionId, int]:
@@ -103,28 +199,4 @@ def _edges(
                 edge(producer(source), node)
     for before, after, _ in dag.orders:
         edge(before, after)
-    if not dag.orders and dag.training:
-        for before, after in _in_flight_bounds(dag):
-            edge(before, after)
     return successors, waiting
-
-
-def _in_flight_bounds(dag: Dag) -> list[tuple[Node, Node]]:
-    """F of microbatch k waits for the backward of microbatch k - depth on the same region."""
-    forward: dict[TaskName, Node] = {}
-    backward: dict[TaskName, Node] = {}
-    for node in dag.tasks():
-        name = task_of(node).name
-        assert name is not None
-        if name.which is Pass.F:
-            forward[name] = node
-        elif name.which in (Pass.B, Pass.BI) and node.meta.get("phase") is not None:
-            backward[name.with_pass(Pass.F)] = node
-    depth = _depth(dag)
-    bounds = []
-    for name, node in forward.items():
-        assert name.mb is not None
-        earlier = TaskName(which=Pass.F, region=name.region, mb=name.mb - depth[name.region])
-        if earlier in backward:
-            bounds.append((backward[earlier], node))
-    return bounds

@@ -1,0 +1,79 @@
+"""The order that the scheduler gives where Orders leave it open."""
+
+import pytest
+import torch
+from torch import nn
+
+import piper_dynamo as piper
+from piper_dynamo.ir.program import Op
+from piper_dynamo.ir.task import Pass, TaskName
+
+
+class Stages(nn.Module):
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(torch.full((2, 2), 0.1 * (i + 1)) for i in range(stages))
+
+    def forward(self, x):
+        for stage, weight in enumerate(self.w):
+            with piper.annotate("PP", stage):
+                x = torch.tanh(x @ weight)
+                if stage == len(self.w) - 1:
+                    x = x.square().mean()
+        return x
+
+
+def plan(placement: dict[int, list[int]], microbatches: int, orders=()) -> piper.Plan:
+    strategy = piper.Strategy(
+        piper.Split({}, num_microbatches=microbatches),
+        *(piper.Place({"PP": s}, devices=d) for s, d in placement.items()),
+        *orders,
+    )
+    world = 1 + max(d for devices in placement.values() for d in devices)
+    x = torch.zeros(2 * microbatches, 2, requires_grad=True)
+    return piper.plan(Stages(len(placement)), strategy, (x,), world_size=world)
+
+
+def live_forwards(found: piper.Plan, rank: int) -> int:
+    """The most microbatches whose backward is yet to come, over all regions of a rank."""
+    live = most = 0
+    for instr in found.programs[rank].instrs:
+        if instr.op is Op.RUN:
+            live += 1 if TaskName.parse(instr.task).which is Pass.F else -1
+            most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
+def test_without_orders_a_line_runs_as_one_forward_one_backward(ranks: int, microbatches: int):
+    found = plan({s: [s] for s in range(ranks)}, microbatches)
+    # Narayanan et al. 2021: m (F + B) of work and (p - 1)(F + B) idle.
+    assert found.simulate().makespan == 3 * (microbatches + ranks - 1)
+    for rank in range(ranks):
+        assert live_forwards(found, rank) == min(microbatches, ranks - rank)
+
+
+@pytest.mark.parametrize("group", [0, 1, 2])
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_an_order_of_one_group_alone(group: int, name: str):
+    """The others follow it: no slower than with the whole schedule."""
+    line = {s: [s] for s in range(3)}
+    whole = getattr(piper.schedules, name)(line, 6)
+    found = plan(line, 6, [whole[group]])
+    assert found.simulate().makespan <= plan(line, 6, whole).simulate().makespan
+
+
+def test_a_bound_gives_way_to_an_order_that_needs_more():
+    """All forwards of rank 0's second stage come first, and with them those of rank 1's first."""
+    loop = {0: [0], 1: [1], 2: [0], 3: [1]}
+    first = [o for o in piper.schedules.gpipe(loop, 6) if "0" in repr(o)][:1]
+    found = plan(loop, 6, first)
+    assert live_forwards(found, 1) > 2
+    assert found.simulate().makespan > 0
+
+
+def test_it_is_deterministic():
+    loop = {0: [0], 1: [1], 2: [0], 3: [1]}
+    one, other = plan(loop, 4), plan(loop, 4)
+    assert [p.text() for p in one.programs] == [p.text() for p in other.programs]
