@@ -115,7 +115,9 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
             if _mine(n, rank)
         ),
         chunks=tuple(sorted(chunks.items())),
-        replicas=tuple((p, layouts[p][0]) for _, p in state if p in layouts),
+        replicas=tuple(
+            (p, layouts[p][0]) for _, p in state if p in layouts and layouts[p][1].reduced
+        ),
         shards=tuple(
             (p, group)
             for _, p in state

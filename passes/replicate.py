@@ -96,8 +96,10 @@ class Replicate:
 
     name = "replicate"
 
-    def __init__(self, replications: Sequence[Replication]) -> None:
+    def __init__(self, replications: Sequence[Replication], *, sync: bool = True) -> None:
+        """`sync=False` leaves the gradients of ZeRO 0 and 1 as they are, for a later step."""
         self._replications = replications
+        self._sync = sync
 
     def __call__(self, dag: Dag) -> None:
         """Rewrite `dag` in place."""
@@ -108,11 +110,14 @@ class Replicate:
             raise PiperPlanError(join_faults("the replication is not possible", faults))
         for bucket in buckets:
             for position in bucket.positions:
-                dag.layouts[position, bucket.devices] = bucket.layout(dag.args[position].spec)
+                dag.layouts[position, bucket.devices] = bucket.layout(
+                    dag.args[position].spec, sync=self._sync
+                )
         if dag.training:
             gradients = _gradients(dag)
             for bucket in buckets:
-                _reduce(dag, bucket, gradients)
+                if self._sync or bucket.how.zero >= 2:
+                    _reduce(dag, bucket, gradients)
             _check_ties(dag)
         _reduce_loss(dag, buckets)
 
@@ -173,7 +178,7 @@ class _Bucket:
     positions: tuple[int, ...]
     how: Replication
 
-    def layout(self, spec: TensorSpec | None) -> Layout:
+    def layout(self, spec: TensorSpec | None, *, sync: bool) -> Layout:
         assert spec is not None
         groups = self.how.shard_groups(self.devices)
         sharded = self.how.zero > 0 and len(groups[0]) > 1 and bool(spec.shape)
@@ -184,6 +189,7 @@ class _Bucket:
             stream=self.how.gather_stream,
             prefetch=self.how.prefetch,
             keep=keep,
+            reduced=sync or self.how.zero >= 2,
             where=self.how.label,
         )
 

@@ -14,6 +14,7 @@ from piper_dynamo.access import (
     parameters,
     record,
 )
+from piper_dynamo.accumulation import no_sync
 from piper_dynamo.annotate import annotate
 from piper_dynamo.api import compile, plan, prepare
 from piper_dynamo.costs import Costs
@@ -59,6 +60,7 @@ __all__ = [
     "explain",
     "launch",
     "named_parameters",
+    "no_sync",
     "parameters",
     "plan",
     "prepare",

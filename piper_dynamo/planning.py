@@ -180,6 +180,19 @@ class Plan:
         groups = self.blocks(position, first)
         return next((g for g in groups if first in g), (first,))
 
+    def reduced_over(self, position: int, rank: int) -> dict[str, tuple[int, ...]]:
+        """The ranks over which a parameter's gradient is reduced, by the collective that does."""
+        layout = self.layouts(rank).get(position)
+        if layout is None:
+            return {}
+        if not layout.shard_groups:
+            return {"all_reduce": self.group(rank)}
+        found = {"reduce_scatter": next(g for g in layout.shard_groups if rank in g)}
+        if len(layout.shard_groups) > 1:
+            columns = zip(*layout.shard_groups, strict=True)
+            found["all_reduce"] = next(tuple(c) for c in columns if rank in c)
+        return found
+
     def communicators(self) -> list[Group]:
         """What ranks must create before the first step, in one order."""
         found = {i.communicator for p in self.programs for i in p.instrs if i.group}
@@ -419,6 +432,7 @@ def make_plan(
     dims: dict[int, int],
     *,
     outputs_everywhere: bool = False,
+    sync: bool = True,
 ) -> Plan:
     """Apply a strategy to a captured model, lower it and prove the result safe.
 
@@ -443,7 +457,7 @@ def make_plan(
         SplitBackward(named_halves(orders, dag) if dag.training else set()),
         Place(placements, world_size, sharers=copies),
         Tie(),
-        Replicate(copies),
+        Replicate(copies, sync=sync),
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),
     ]

@@ -9,7 +9,7 @@ model share it, and two models that share one compiled program do not.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,8 @@ class Record:
         counts: Whether this rank counts it (its block of it) in norms.
         owner: The state it belongs to.
         block: This rank's DTensor; None where the optimizer steps the module's own parameter.
+        groups: The ranks over which its gradient is reduced, by the collective that does it.
+        pending: This rank's gradients of steps that put their reduction off.
     """
 
     name: str
@@ -102,6 +104,8 @@ class Record:
     counts: bool
     owner: "StepState"
     block: Block | None = None
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pending: Tensor | None = None
 
     def stepped(self, param: nn.Parameter) -> nn.Parameter:
         """What the optimizer steps in place of the module's `param`."""
@@ -151,6 +155,7 @@ class StepState:
         loss: Of a loss named by its path: the graph's number of outputs, and its index.
         buffers: By identity, buffers that some program changes, and the ranks that follow.
         recorder: Takes the executor after a step whose timeline is wanted.
+        sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
     """
 
     rank: int
@@ -163,6 +168,7 @@ class StepState:
     last: Any = None
     recorder: Callable[[Any], None] | None = None
     loss: tuple[int, int] | None = None
+    sync: bool = True
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
 
     def adopt(
@@ -173,6 +179,7 @@ class StepState:
         *,
         counts: bool,
         block: Callable[[], Block] | None = None,
+        groups: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Record:
         """Record where a parameter is held, and release what of it is not here.
 
@@ -182,6 +189,7 @@ class StepState:
             holders: The ranks that hold it.
             counts: Whether this rank counts it in norms.
             block: Makes this rank's DTensor from the parameter, where its parameters are such.
+            groups: The ranks over which its gradient is reduced, by collective.
 
         Raises:
             PiperRuntimeError: A program needs it on a rank that has released it.
@@ -206,6 +214,7 @@ class StepState:
             counts=counts,
             owner=self,
             block=block() if held and block is not None else None,
+            groups=groups or {},
         )
         key = id(param)
         _records[key] = (weakref.ref(param, lambda _: _records.pop(key, None)), record)
@@ -260,11 +269,11 @@ class Gradients:
     or a backward that has yet to run.
     """
 
-    def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        self._make: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = make
+    def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]) -> None:
+        self._make: Callable[[Sequence[Tensor]], Sequence[Tensor | None]] | None = make
         self._gone = ""
 
-    def take(self, incoming: Sequence[Tensor]) -> Sequence[Tensor]:
+    def take(self, incoming: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradients, which are forgotten here.
 
         Raises:
@@ -312,21 +321,20 @@ def attach(
     loss: Tensor,
     params: list[Tensor],
     grads: list[Tensor],
-    blocks: Sequence[Block | None],
+    deliver: Callable[[list[Tensor]], list[Tensor | None]],
 ) -> Tensor:
     """The loss, differentiable: its backward gives `grads`, times what comes in, to `params`.
 
-    Where a parameter is held as a block, its DTensor takes the gradient.
+    `deliver` makes of the scaled gradients what the parameters get.
     """
-    params = [b.param if b is not None else p for p, b in zip(params, blocks, strict=True)]
     if not params:
-        params, grads, blocks = [state.anchor], [torch.zeros_like(state.anchor)], [None]
+        params, grads, deliver = [state.anchor], [torch.zeros_like(state.anchor)], list
 
-    def scaled(incoming: Sequence[Tensor]) -> Sequence[Tensor]:
+    def scaled(incoming: Sequence[Tensor]) -> Sequence[Tensor | None]:
         (factor,) = incoming
         if factor.device.type != "cpu" or factor.item() != 1.0:
             torch._foreach_mul_(grads, factor)
-        return [b.gradient(g) if b is not None else g for g, b in zip(grads, blocks, strict=True)]
+        return deliver(grads)
 
     (result,) = attach_outputs(state, [loss], params, scaled)
     return result
@@ -336,7 +344,7 @@ def attach_outputs(
     state: StepState,
     outputs: list[Tensor],
     params: list[Tensor],
-    backward: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    backward: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
 ) -> list[Tensor]:
     """The outputs, differentiable: `backward` makes the gradients of `params` from theirs."""
     gradients = Gradients(backward)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo.accumulation import put_off, settle
 from piper_dynamo.agreement import agree, announcement, check_replicas, compare
 from piper_dynamo.errors import (
     PiperCaptureError,
@@ -36,6 +37,7 @@ from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResult
 from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.sharding import take_block
 from piper_dynamo.state import (
+    Record,
     StepState,
     absent_output,
     attach,
@@ -141,6 +143,11 @@ class CompiledStep:
 
     # plans and programs
 
+    def _sync(self, values: Sequence[Any]) -> bool:
+        """Whether this call reduces the gradients that it may put off."""
+        state = self._known_state(values)
+        return not self._training or state is None or state.sync
+
     def _sizes(self, values: Sequence[Any]) -> tuple[Any, ...]:
         key: list[Any] = []
         for arg, value in zip(self._args, values, strict=True):
@@ -148,7 +155,7 @@ class CompiledStep:
                 key.append(tuple(value.shape))
             elif arg.kind is ArgKind.NUMBER and arg.size_of is None:
                 key.append(value)
-        return (*key, self._loss)
+        return (*key, self._loss, self._sync(values))
 
     def _plan(self, values: Sequence[Any], world_size: int) -> Plan:
         key = (*self._sizes(values), world_size)
@@ -183,6 +190,7 @@ class CompiledStep:
                 world_size,
                 dims,
                 outputs_everywhere=self._options.outputs == "everywhere",
+                sync=self._sync(values),
             )
         return self._plans[key]
 
@@ -283,6 +291,7 @@ class CompiledStep:
                     arg.name,
                     ranks,
                     counts=comm.rank in plan.counting(arg.position),
+                    groups=plan.reduced_over(arg.position, comm.rank),
                     block=functools.partial(
                         take_block, value, groups, comm.mesh(mesh, value.device.type), comm.rank
                     )
@@ -449,8 +458,17 @@ class CompiledStep:
         program = plan.programs[state.rank]
         targets = [values[position] for position, _ in program.grads]
         records = [record_of(target) for target in targets]
-        blocks = [record.block if record is not None else None for record in records]
-        return attach(state, results.loss, targets, list(results.grads), blocks)
+        taking = [
+            record.stepped(target) if record is not None else target
+            for target, record in zip(targets, records, strict=True)
+        ]
+        layouts = plan.layouts(state.rank)
+        put = [p in layouts and not layouts[p].reduced for p, _ in program.grads]
+
+        def deliver(grads: list[Tensor]) -> list[Tensor | None]:
+            return _deliver(state, grads, records, put)
+
+        return attach(state, results.loss, taking, list(results.grads), deliver)
 
     # sessions
 
@@ -480,6 +498,29 @@ class CompiledStep:
             else:
                 found.append(None)
         return found
+
+
+def _deliver(
+    state: StepState,
+    grads: Sequence[Tensor],
+    records: Sequence[Record | None],
+    put: Sequence[bool],
+) -> list[Tensor | None]:
+    """What autograd gets: each gradient with what earlier steps put off, unless it is put off."""
+    for grad, record, later in zip(grads, records, put, strict=True):
+        if later and record is not None:
+            put_off(record, grad)
+    known = [(i, r) for i, r in enumerate(records) if r is not None and not put[i]]
+    added = settle(state, [record for _, record in known])
+    earlier = {known[k][0]: value for k, value in added.items()}
+    found: list[Tensor | None] = []
+    for i, (grad, record) in enumerate(zip(grads, records, strict=True)):
+        if put[i]:
+            found.append(None)
+            continue
+        total = grad.add_(earlier[i]) if i in earlier else grad
+        found.append(record.block.gradient(total) if record and record.block else total)
+    return found
 
 
 def _held(value: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class LocalWorld:
 
         def body(rank: int) -> None:
             self._turns[rank].go.acquire()
+            compat.raise_recompile_limit()  # a setting of the thread
             torch.set_rng_state(random)
             set_current(LocalCommunicator(self, rank))
             try:

@@ -34,6 +34,7 @@ class Layout:
         stream: Logical stream of its gathers.
         prefetch: How many uses ahead it is gathered.
         keep: How long it stays: "chunk", "step", or how many buckets do.
+        reduced: Whether the step reduces its gradient.
         where: The directive that says so.
     """
 
@@ -42,6 +43,7 @@ class Layout:
     stream: str
     prefetch: int
     keep: str | int
+    reduced: bool
     where: str
 
 
