@@ -441,10 +441,10 @@ def test_control_a_wrong_reduction_is_noticed(
 ) -> None:
     start, numbers = LocalCommunicator.start_collective, {}
 
-    def tampered(self: Any, name: str, value: Tensor, *rest: Any, **named: Any) -> Any:
+    def tampered(self: Any, name: str, values: Any, *rest: Any, **named: Any) -> Any:
         key = (self.rank, name)
         numbers[key] = numbers.get(key, -1) + 1
-        changed = tamper(name, value, numbers[key], self.rank)
+        changed = [tamper(name, value, numbers[key], self.rank) for value in values]
         return start(self, name, changed, *rest, **named)
 
     monkeypatch.setattr(LocalCommunicator, "start_collective", tampered)
@@ -457,16 +457,19 @@ def test_control_a_wrong_reduction_is_noticed(
 def test_control_parameters_that_are_not_gathered_again_are_noticed(
     zero: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every gather gives what the first one of this size gave: the values before the updates."""
+    """Every gather of a shard gives what the first one gave: the values before the updates."""
     start, first = LocalCommunicator.start_collective, {}
 
-    def stale(self: Any, name: str, value: Tensor, *rest: Any, **named: Any) -> Any:
+    def stale(self: Any, name: str, values: Any, *rest: Any, **named: Any) -> Any:
         if name == "all_gather":
-            value = first.setdefault((self.rank, value.shape), value.detach().clone())
-        return start(self, name, value, *rest, **named)
+            values = [
+                first.setdefault((self.rank, v.data_ptr()), v.detach().clone()) for v in values
+            ]
+        return start(self, name, values, *rest, **named)
 
     monkeypatch.setattr(LocalCommunicator, "start_collective", stale)
     ranks = replicas.run(CASES["plain"], PAIR, replicas.strategy(PAIR, 2, zero=zero))
+    assert len(first) == 2 * 4  # a rank has one shard of each weight, in one place
     assert len({trace.losses[0] for trace in ranks}) == 1
     with pytest.raises(AssertionError, match="losses: off by"):
         replicas.compare(ranks, replicas.reference(CASES["plain"]), PAIR, zero)
