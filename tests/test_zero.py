@@ -22,7 +22,7 @@ from piper_dynamo.runtime.local import LocalCommunicator
 from tests import jobs, replicas
 from tests.jobs import Placement, Trace
 from tests.models import Stack4, fill, rows
-from tests.replicas import CASES, FEW_LEVELS, LINE, PAIR, SCHEDULES, TRIPLE, VEE, Case
+from tests.replicas import CASES, FEW_LEVELS, LINE, LOOP, PAIR, SCHEDULES, TRIPLE, VEE, Case
 
 TINY_MB = 0.0001  # less than one weight of Stack4: a bucket each
 
@@ -154,21 +154,21 @@ def test_hybrid_shards(zero: int) -> None:
     replicas.compare(ranks, replicas.reference(CASES["uneven"]), placement, zero, part=part)
 
 
-def test_levels_that_differ_by_stage() -> None:
-    """Stages on ranks of their own may shard differently."""
+@pytest.mark.parametrize(("case", "levels"), [("plain", (0, 3)), ("tied", (1, 3))])
+def test_levels_that_differ_by_stage(case: str, levels: tuple[int, int]) -> None:
+    """Stages on ranks of their own may shard differently; if they share a parameter, alike."""
     wanted = piper.Strategy(
         piper.Split({}, num_microbatches=2),
         *jobs.places(LINE),
-        piper.Replicate({"PP": 0}, zero=0),
-        piper.Replicate({"PP": 1}, zero=3),
+        *(piper.Replicate({"PP": k}, zero=zero) for k, zero in enumerate(levels)),
         *jobs.orders("one_f_one_b", LINE, 2),
     )
 
     def part(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor:
-        return replicas.part_of(whole, rank, placement, 0 if rank < 2 else 3)
+        return replicas.part_of(whole, rank, placement, levels[rank // 2])
 
-    ranks = replicas.run(CASES["plain"], LINE, wanted)
-    replicas.compare(ranks, replicas.reference(CASES["plain"]), LINE, 3, part=part)
+    ranks = replicas.run(CASES[case], LINE, wanted)
+    replicas.compare(ranks, replicas.reference(CASES[case]), LINE, 3, part=part)
 
 
 def test_a_strategy_in_one_call() -> None:
@@ -309,22 +309,36 @@ def test_how_often_a_bucket_is_reduced_and_gathered(
     assert counts(plan_of(zero, **options)) == ([reduced] * 4, [gathered] * 4)
 
 
-def test_how_many_buckets_stay() -> None:
+def of_several_buckets(kind: str, stages: Placement, **options: Any) -> Plan:
+    """Each a stage of one weight, or a weight of one stage on the same ranks."""
+    if kind == "weights":
+        groups = list(dict.fromkeys(map(tuple, stages.values())))
+        stages = {stage: list(ranks) for stage, ranks in enumerate(groups)}
+        options["bucket_mb"] = TINY_MB
+    wanted = replicas.strategy(stages, 2, zero=3, **options)
+    return piper.plan(Stack4(len(stages)), wanted, rows(8))
+
+
+@pytest.mark.parametrize("kind", ["stages", "weights"])
+def test_how_many_buckets_stay(kind: str) -> None:
     """More that stay, fewer gathers; two are all that a rank has here. Shown on the last stage."""
     found = [
-        counts(plan_of(3, bucket_mb=TINY_MB, prefetch=0, keep=keep))[1][2]
+        counts(of_several_buckets(kind, LOOP, prefetch=0, keep=keep))[1][2]
         for keep in ("step", 2, 1, "chunk")
     ]
     assert found[0] == found[1] == 2
     assert found[1] < found[2] <= found[3] == 8
 
 
+@pytest.mark.parametrize("kind", ["stages", "weights"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_how_far_ahead_a_bucket_is_gathered(prefetch: int) -> None:
-    """How many chunks run between a gather's start and its end, of four buckets in turn."""
-    options = {"bucket_mb": TINY_MB, "prefetch": prefetch}
-    wanted = replicas.strategy(PAIR, 2, zero=3, **options)
-    for program in piper.plan(Stack4(1), wanted, rows(8)).programs:
+def test_how_far_ahead_a_bucket_is_gathered(prefetch: int, kind: str) -> None:
+    """How many chunks run between a gather's start and its end, of four buckets in turn.
+
+    A gather for one of the first uses is ahead by as many as there are before it.
+    """
+    plan = of_several_buckets(kind, {stage: [0, 1] for stage in range(4)}, prefetch=prefetch)
+    for program in plan.programs:
         runs = [(k, i.task) for k, i in enumerate(program.instrs) if i.op is Op.RUN]
         first_backward = next(k for k, task in runs if task.startswith("B"))
         ahead = []
@@ -333,7 +347,7 @@ def test_how_far_ahead_a_bucket_is_gathered(prefetch: int) -> None:
             if end < first_backward:
                 ahead.append(sum(start < k < end for k, _ in runs))
         assert len(ahead) >= 4
-        assert max(ahead) == prefetch
+        assert ahead == [min(use, prefetch) for use in range(len(ahead))]
 
 
 def test_streams_of_the_collectives() -> None:

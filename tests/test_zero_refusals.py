@@ -102,15 +102,18 @@ def test_a_region_under_two_replicates() -> None:
         mentions(text, "zero=1", "zero=2", "Replicate")
 
 
-def test_a_shared_parameter_under_two_replicates() -> None:
-    """Its two stages would reduce it in two ways."""
-    text = refused(
-        LINE,
-        piper.Replicate({"PP": 0}, zero=1),
-        piper.Replicate({"PP": 1}, zero=3),
-        model=TiedLM(),
-    )
-    mentions(text, "zero=1", "zero=3", "Replicate")
+@pytest.mark.parametrize(
+    ("placement", "levels"),
+    [({0: [0, 1], 1: [0, 1]}, (1, 3)), ({0: [0, 1], 1: [0, 1]}, (0, 1)), (LINE, (0, 3))],
+    ids=["reduced in two ways", "whole and sharded", "whole and sharded on other ranks"],
+)
+def test_a_shared_parameter_under_two_replicates(
+    placement: Placement, levels: tuple[int, int]
+) -> None:
+    """On ranks of their own its stages may reduce it in two ways, but not hold it in two."""
+    pair = [piper.Replicate({"PP": k}, zero=zero) for k, zero in enumerate(levels)]
+    text = refused(placement, *pair, model=TiedLM())
+    mentions(text, *map(repr, pair))
     assert re.search(r"\be\b", text), f"the parameter e is not named:\n{text}"
 
 
@@ -128,6 +131,12 @@ def test_a_filter_that_matches_nothing(wrong: dict[str, Any], words: tuple[str, 
 def test_every_fault_of_the_directives_at_once() -> None:
     text = refused(LINE, piper.Replicate({"PP": 0}, zero=1), piper.Replicate({"PP": 7}))
     mentions(text, "PP1", "7")
+
+
+def test_every_fault_of_the_replicates_at_once() -> None:
+    twice = (piper.Replicate({"PP": 0}, zero=1), everything(zero=2))
+    text = refused(LINE, *twice, piper.Replicate({"PP": 7}))
+    mentions(text, "zero=1", "zero=2", "7")
 
 
 def test_refused_alike_on_every_rank() -> None:
@@ -165,6 +174,12 @@ def test_replicas_with_batches_of_unlike_size(prepared: bool, placement: Placeme
         mentions(text, "rank", "8", "4")
 
 
+def tells_replicas_apart(text: str, parameter: str, rank: int, other: int) -> None:
+    """The parameter, the rank that says so, and the rank that has other values."""
+    mentions(text, parameter, f"{parameter} on rank {other}")
+    assert re.search(rf"\brank\s+{rank}\b", text), f"rank {rank} is not named:\n{text}"
+
+
 @pytest.mark.parametrize("zero", range(4))
 def test_replicas_whose_parameters_differ_at_the_start(zero: int) -> None:
     """By the last bits of one element: it is named."""
@@ -182,8 +197,8 @@ def test_replicas_whose_parameters_differ_at_the_start(zero: int) -> None:
 
         return refusal(run, Exception)
 
-    for text in jobs.run_ranks(job, 2):
-        mentions(text, "w.2", "rank 0", "rank 1")
+    for rank, text in enumerate(jobs.run_ranks(job, 2)):
+        tells_replicas_apart(text, "w.2", rank, 1 - rank)
         assert "w.1" not in text, f"w.1 is the same on both replicas:\n{text}"
 
 
@@ -205,8 +220,8 @@ def test_replicas_of_one_stage_that_differ() -> None:
         return refusal(run, Exception)
 
     texts = jobs.run_ranks(job, 4)
-    for text in texts[2:]:
-        mentions(text, "w.3", "rank 2", "rank 3")
+    for rank in (2, 3):
+        tells_replicas_apart(texts[rank], "w.3", rank, 5 - rank)
 
 
 def test_control_stages_may_differ_where_they_are_absent() -> None:
