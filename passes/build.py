@@ -159,6 +159,9 @@ class _Builder:
             position: [self.partial[region, node.name] for region, node in found.items()]
             for position, found in self.regions.partials.items()
         }
+        for position, parts in grads.items():
+            for part in parts:  # an operator's name says nothing to the reader of a program
+                part._rename(f"d_{safe(capture.args[position].name)}")
         self.graph.output(
             {
                 "loss": outputs[capture.loss] if capture.loss is not None else None,

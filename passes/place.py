@@ -15,7 +15,7 @@ from torch.fx.node import Node
 from piper_dynamo.errors import PiperPlanError, join_faults
 from piper_dynamo.ir.graph import Dag, producer, task_of
 from piper_dynamo.ir.task import Kind, Pass
-from piper_dynamo.passes.select import describe_miss
+from piper_dynamo.passes.select import describe_miss, region_misses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +105,8 @@ class Place:
         faults += [f"{region} is placed nowhere ({line})" for region, line in homeless.items()]
         if not faults:
             faults += self._check_groups(tasks)
-        faults += [
-            f"{one.label} " + describe_miss(one.filter, dag)
-            for one in self._sharers
-            if not any(one.filter.matches(dict(region.tags)) for region in dag.regions)
-        ]
+        if faults:  # a miss may be why nobody says how ranks share a task
+            faults += region_misses(self._sharers, dag)
         return _merge_repeats(faults)
 
     def _check_groups(self, tasks: list[Node]) -> list[str]:

@@ -30,6 +30,7 @@ from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import Groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
+from piper_dynamo.passes.select import region_misses
 
 Devices = tuple[int, ...]
 
@@ -103,7 +104,7 @@ class Replicate:
 
     def __call__(self, dag: Dag) -> None:
         """Rewrite `dag` in place."""
-        faults: list[str] = []
+        faults = region_misses(self._replications, dag)
         groups = sorted({task_of(n).devices for n in dag.tasks() if len(task_of(n).devices) > 1})
         buckets = [b for devices in groups for b in self._buckets(dag, devices, faults)]
         if faults:

@@ -1,6 +1,7 @@
 """Selecting tasks by filter, and what to say when a filter matches nothing."""
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx.node import Node
@@ -40,3 +41,12 @@ def describe_miss(wanted: Any, dag: Dag) -> str:
     if not reasons:
         reasons.append("each tag exists, but no task has this combination")
     return "matches nothing: " + "; ".join(reasons)
+
+
+def region_misses(directives: Sequence[Any], dag: Dag) -> list[str]:
+    """A fault for each directive (filter and label) that matches no region."""
+    return [
+        f"{one.label} " + describe_miss(one.filter, dag)
+        for one in directives
+        if not any(one.filter.matches(dict(region.tags)) for region in dag.regions)
+    ]

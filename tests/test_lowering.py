@@ -91,20 +91,20 @@ def step(rt, state, data, weights):
     rt.drain(1, 0)
     del tanh_1_MB0
     h_mm_7_MB1_on_0 = rt.post(1, 2, float64_4x4)  # B.PP1.MB1
-    permute_7_MB0, permute_6_MB0 = B_PP0([x_MB0, w_1], bundle_PP0_MB0, [mm_7_MB0_on_0])  # B  PP=0 MB=0  models.py
+    d_w_0_MB0, d_w_1_MB0 = B_PP0([x_MB0, w_1], bundle_PP0_MB0, [mm_7_MB0_on_0])  # B  PP=0 MB=0  models.py
     del x_MB0, bundle_PP0_MB0, mm_7_MB0_on_0
-    grad_w_0 = permute_7_MB0
-    del permute_7_MB0
-    grad_w_1 = permute_6_MB0
-    del permute_6_MB0
+    grad_w_0 = d_w_0_MB0
+    del d_w_0_MB0
+    grad_w_1 = d_w_1_MB0
+    del d_w_1_MB0
     mm_7_MB1_on_0 = rt.wait(h_mm_7_MB1_on_0)
     del h_mm_7_MB1_on_0
-    permute_7_MB1, permute_6_MB1 = B_PP0([x_MB1, w_1], bundle_PP0_MB1, [mm_7_MB1_on_0])  # B  PP=0 MB=1  models.py
+    d_w_0_MB1, d_w_1_MB1 = B_PP0([x_MB1, w_1], bundle_PP0_MB1, [mm_7_MB1_on_0])  # B  PP=0 MB=1  models.py
     del x_MB1, bundle_PP0_MB1, mm_7_MB1_on_0
-    grad_w_0 = rt.accumulate(grad_w_0, permute_7_MB1)
-    del permute_7_MB1
-    grad_w_1 = rt.accumulate(grad_w_1, permute_6_MB1)
-    del permute_6_MB1
+    grad_w_0 = rt.accumulate(grad_w_0, d_w_0_MB1)
+    del d_w_0_MB1
+    grad_w_1 = rt.accumulate(grad_w_1, d_w_1_MB1)
+    del d_w_1_MB1
     loss_on_0 = rt.wait(h_loss_on_0)
     del h_loss_on_0
     rt.drain(1, 1)
@@ -129,13 +129,13 @@ def step(rt, state, data, weights):
     y_MB0 = rt.slice(y, 0, 0, 2)
     mse_loss_MB0, bundle_PP1_MB0 = F_PP1([tanh_1_MB0_on_1, w_2, w_3, y_MB0])  # F  PP=1 MB=0  models.py
     del tanh_1_MB0_on_1
-    mm_7_MB0, permute_5_MB0, permute_4_MB0 = B_PP1([w_2, w_3, y_MB0], bundle_PP1_MB0, [weight])  # B  PP=1 MB=0  models.py
+    mm_7_MB0, d_w_2_MB0, d_w_3_MB0 = B_PP1([w_2, w_3, y_MB0], bundle_PP1_MB0, [weight])  # B  PP=1 MB=0  models.py
     del y_MB0, bundle_PP1_MB0
     rt.send(mm_7_MB0, 0, 0)  # B.PP1.MB0
-    grad_w_2 = permute_5_MB0
-    del permute_5_MB0
-    grad_w_3 = permute_4_MB0
-    del permute_4_MB0
+    grad_w_2 = d_w_2_MB0
+    del d_w_2_MB0
+    grad_w_3 = d_w_3_MB0
+    del d_w_3_MB0
     tanh_1_MB1_on_1 = rt.wait(h_tanh_1_MB1_on_1)
     del h_tanh_1_MB1_on_1
     y_MB1 = rt.slice(y, 0, 1, 2)
@@ -144,13 +144,13 @@ def step(rt, state, data, weights):
     loss = rt.loss(mse_loss_MB0, weight, mse_loss_MB1, weight)
     del mse_loss_MB0, mse_loss_MB1
     rt.send(loss, 0, 1)  # loss
-    mm_7_MB1, permute_5_MB1, permute_4_MB1 = B_PP1([w_2, w_3, y_MB1], bundle_PP1_MB1, [weight])  # B  PP=1 MB=1  models.py
+    mm_7_MB1, d_w_2_MB1, d_w_3_MB1 = B_PP1([w_2, w_3, y_MB1], bundle_PP1_MB1, [weight])  # B  PP=1 MB=1  models.py
     del y_MB1, bundle_PP1_MB1
     rt.send(mm_7_MB1, 0, 2)  # B.PP1.MB1
-    grad_w_2 = rt.accumulate(grad_w_2, permute_5_MB1)
-    del permute_5_MB1
-    grad_w_3 = rt.accumulate(grad_w_3, permute_4_MB1)
-    del permute_4_MB1
+    grad_w_2 = rt.accumulate(grad_w_2, d_w_2_MB1)
+    del d_w_2_MB1
+    grad_w_3 = rt.accumulate(grad_w_3, d_w_3_MB1)
+    del d_w_3_MB1
     rt.drain(0, 0)
     del mm_7_MB0
     rt.drain(0, 1)

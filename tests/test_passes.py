@@ -111,10 +111,10 @@ mean = F_PP1[0]    # float64[]
 bundle_PP1 = F_PP1[1]
 B_PP1 = B_PP1(v, bundle_PP1, weight)
 mm_3 = B_PP1[0]    # float64[2, 2]
-mm_2 = B_PP1[1]    # float64[2, 2]
+d_v = B_PP1[1]    # float64[2, 2]
 B_PP0 = B_PP0(x, bundle_PP0, mm_3)
-mm_4 = B_PP0[0]    # float64[2, 2]
-return {loss: mean, outputs: [None], grads: {0: [mm_4], 2: [mm_2]}, buffers: {}}""",
+d_w = B_PP0[0]    # float64[2, 2]
+return {loss: mean, outputs: [None], grads: {0: [d_w], 2: [d_v]}, buffers: {}}""",
     )
     split(stages)(stages.dag)
     stages.dag.graph.lint()
@@ -134,9 +134,9 @@ mean_MB0 = F_PP1_MB0[0]    # float64[]
 bundle_PP1_MB0 = F_PP1_MB0[1]
 B_PP1_MB0 = B_PP1(v, bundle_PP1_MB0, weight)
 mm_3_MB0 = B_PP1_MB0[0]    # float64[2, 2]
-mm_2_MB0 = B_PP1_MB0[1]    # float64[2, 2]
+d_v_MB0 = B_PP1_MB0[1]    # float64[2, 2]
 B_PP0_MB0 = B_PP0(x_MB0, bundle_PP0_MB0, mm_3_MB0)
-mm_4_MB0 = B_PP0_MB0[0]    # float64[2, 2]
+d_w_MB0 = B_PP0_MB0[0]    # float64[2, 2]
 x_MB1 = slice_batch(x, 0, 1, 2)    # float64[2, 2]
 F_PP0_MB1 = F_PP0(x_MB1, w)
 tanh_MB1 = F_PP0_MB1[0]    # float64[2, 2]
@@ -146,12 +146,12 @@ mean_MB1 = F_PP1_MB1[0]    # float64[]
 bundle_PP1_MB1 = F_PP1_MB1[1]
 B_PP1_MB1 = B_PP1(v, bundle_PP1_MB1, weight)
 mm_3_MB1 = B_PP1_MB1[0]    # float64[2, 2]
-mm_2_MB1 = B_PP1_MB1[1]    # float64[2, 2]
+d_v_MB1 = B_PP1_MB1[1]    # float64[2, 2]
 B_PP0_MB1 = B_PP0(x_MB1, bundle_PP0_MB1, mm_3_MB1)
-mm_4_MB1 = B_PP0_MB1[0]    # float64[2, 2]
+d_w_MB1 = B_PP0_MB1[0]    # float64[2, 2]
 loss = weighted_loss([mean_MB0, mean_MB1], [weight, weight])    # float64[]
-grad_w = accumulate(mm_4_MB0, mm_4_MB1)    # float64[2, 2]
-grad_v = accumulate(mm_2_MB0, mm_2_MB1)    # float64[2, 2]
+grad_w = accumulate(d_w_MB0, d_w_MB1)    # float64[2, 2]
+grad_v = accumulate(d_v_MB0, d_v_MB1)    # float64[2, 2]
 return {loss: loss, outputs: [None], grads: {0: grad_w, 2: grad_v}, buffers: {}}""",
     )
 
@@ -169,17 +169,17 @@ def test_split_backward():
 + mm_3_MB1_1 = BI_PP1_MB1[0]    # float64[2, 2]
 + bundle_BI_PP1_MB1 = BI_PP1_MB1[1]
 + BW_PP1_MB1 = BW_PP1(bundle_BI_PP1_MB1)
-- mm_2_MB1 = B_PP1_MB1[1]    # float64[2, 2]
-+ mm_2_MB1_1 = BW_PP1_MB1[0]    # float64[2, 2]
+- d_v_MB1 = B_PP1_MB1[1]    # float64[2, 2]
++ d_v_MB1_1 = BW_PP1_MB1[0]    # float64[2, 2]
 + BI_PP0_MB1 = nothing()
 - B_PP0_MB1 = B_PP0(x_MB1, bundle_PP0_MB1, mm_3_MB1)
 + BW_PP0_MB1 = BW_PP0(x_MB1, bundle_PP0_MB1, mm_3_MB1_1)
-- mm_4_MB1 = B_PP0_MB1[0]    # float64[2, 2]
-+ mm_4_MB1_1 = BW_PP0_MB1[0]    # float64[2, 2]
-- grad_w = accumulate(mm_4_MB0, mm_4_MB1)    # float64[2, 2]
-+ grad_w = accumulate(mm_4_MB0, mm_4_MB1_1)    # float64[2, 2]
-- grad_v = accumulate(mm_2_MB0, mm_2_MB1)    # float64[2, 2]
-+ grad_v = accumulate(mm_2_MB0, mm_2_MB1_1)    # float64[2, 2]""",
+- d_w_MB1 = B_PP0_MB1[0]    # float64[2, 2]
++ d_w_MB1_1 = BW_PP0_MB1[0]    # float64[2, 2]
+- grad_w = accumulate(d_w_MB0, d_w_MB1)    # float64[2, 2]
++ grad_w = accumulate(d_w_MB0, d_w_MB1_1)    # float64[2, 2]
+- grad_v = accumulate(d_v_MB0, d_v_MB1)    # float64[2, 2]
++ grad_v = accumulate(d_v_MB0, d_v_MB1_1)    # float64[2, 2]""",
     )
 
 
@@ -216,9 +216,9 @@ def test_tie():
     assert_expected_inline(
         rewrite(stages.dag, Tie()),
         """\
-- grad_w = accumulate(mm_4_MB0, mm_2_MB0, mm_4_MB1, mm_2_MB1)    # float64[2, 2]
-+ grad_w_on_0 = accumulate(mm_4_MB0, mm_4_MB1)    # float64[2, 2]; on 0
-+ grad_w_on_1 = accumulate(mm_2_MB0, mm_2_MB1)    # float64[2, 2]; on 1
++ grad_w_on_0 = accumulate(d_w_MB0, d_w_MB1)    # float64[2, 2]; on 0
+- grad_w = accumulate(d_w_MB0, d_w_1_MB0, d_w_MB1, d_w_1_MB1)    # float64[2, 2]
++ grad_w_on_1 = accumulate(d_w_1_MB0, d_w_1_MB1)    # float64[2, 2]; on 1
 + grad_w_total_0 = add(grad_w_on_0, grad_w_on_1)    # float64[2, 2]; on 0
 + grad_w_total_1 = add(grad_w_on_0, grad_w_on_1)    # float64[2, 2]; on 1
 - return {loss: loss, outputs: [None], grads: {0: grad_w}, buffers: {}}

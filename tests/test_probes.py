@@ -177,9 +177,9 @@ bundle_PP0_MB0 = F_PP0_MB0[1]
 all_gather_w_for_B_PP0_MB0 = all_gather([w], groups=[[0, 1]])    # on 0,1; stream gather
 w_for_B_PP0_MB0 = all_gather_w_for_B_PP0_MB0[0]    # float64[4, 4]
 B_PP0_MB0 = B_PP0(x, w_for_B_PP0_MB0, bundle_PP0_MB0, weight)    # on 0,1
-add_MB0 = B_PP0_MB0[0]    # float64[4, 4]
+d_w_MB0 = B_PP0_MB0[0]    # float64[4, 4]
 loss = weighted_loss([mean_MB0], [weight])    # float64[]; on 0,1
-grad_w = accumulate(add_MB0)    # float64[4, 4]; on 0,1
+grad_w = accumulate(d_w_MB0)    # float64[4, 4]; on 0,1
 reduce_scatter_w_grad_shard = reduce_scatter([grad_w], groups=[[0, 1]])    # on 0,1; stream reduce
 w_grad_shard = reduce_scatter_w_grad_shard[0]    # float64[2, 4]
 return {loss: [loss], outputs: [None], grads: {0: [w_grad_shard]}, buffers: {}}""",
@@ -218,10 +218,10 @@ mul_2_MB0 = B_PP0_MB0_v1[0]    # float64[2, 3]
 all_to_all_mul_2_MB0_exchanged = all_to_all([mul_2_MB0], groups=[[0, 1]])    # on 0,1; stream ep
 mul_2_MB0_exchanged = all_to_all_mul_2_MB0_exchanged[0]    # float64[2, 3]
 B_PP0_EP0_MB0 = B_PP0_EP0(bundle_PP0_EP0_MB0, mul_2_MB0_exchanged)    # on 0,1
-mm_1_MB0 = B_PP0_EP0_MB0[0]    # float64[3, 3]
+d_w_MB0 = B_PP0_EP0_MB0[0]    # float64[3, 3]
 B_PP0_MB0 = nothing()    # on 0,1
 loss = weighted_loss([mean_MB0], [weight])    # float64[]; on 0,1
-grad_w = accumulate(mm_1_MB0)    # float64[3, 3]; on 0,1
+grad_w = accumulate(d_w_MB0)    # float64[3, 3]; on 0,1
 return {loss: [loss], outputs: [None], grads: {2: [grad_w]}, buffers: {}}""",
     )
     experts = torch.randn(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
