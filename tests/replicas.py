@@ -37,8 +37,14 @@ SCHEDULES: dict[str, tuple[Placement, int]] = {
     "dualpipev": (VEE, 4),
 }
 
-# For tests of four ranks: the other levels are run with the slow ones.
-FEW_LEVELS = [pytest.param(zero, marks=[pytest.mark.slow] * (zero % 2 == 0)) for zero in range(4)]
+
+def levels(*quick: int) -> list[Any]:
+    """All ZeRO levels; those that are not given here are run with the slow tests."""
+    return [pytest.param(z, marks=[pytest.mark.slow] * (z not in quick)) for z in range(4)]
+
+
+FEW_LEVELS = levels(1, 3)
+LAST_LEVEL = levels(3)  # the most is done here
 
 OPTIMIZERS: tuple[Callable[[Iterable[Tensor]], torch.optim.Optimizer], ...] = (
     lambda params: torch.optim.SGD(params, lr=1.0),
