@@ -53,7 +53,6 @@ def test_the_reference_is_that_of_microbatches(case: str) -> None:
     ("zero", "schedule", "case"),
     [
         (1, "one_f_one_b", "tied"),
-        (2, "zb_h1", "skip"),
         (3, "zb_h1", "tied"),
         (3, "dualpipev", "frozen"),
     ],
@@ -106,8 +105,8 @@ def test_replicas_in_another_order_of_ranks(zero: int) -> None:
 @pytest.mark.parametrize(
     ("zero", "options"),
     [
-        (0, {"bucket_mb": TINY_MB}),
-        (1, {"bucket_mb": TINY_MB, "prefetch": 0}),
+        pytest.param(*(0, {"bucket_mb": TINY_MB}), marks=pytest.mark.slow),
+        pytest.param(*(1, {"bucket_mb": TINY_MB, "prefetch": 0}), marks=pytest.mark.slow),
         (2, {"bucket_mb": TINY_MB, "reduce_stream": "dp"}),
         (3, {"bucket_mb": TINY_MB}),
         (3, {"bucket_mb": TINY_MB, "prefetch": 0, "keep": 1}),
@@ -193,7 +192,7 @@ def test_the_last_backward_need_not_be_of_the_last_microbatch() -> None:
 # Gradients.
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", replicas.levels(0, 2))
 @pytest.mark.parametrize(
     ("calls", "factor"),
     [(2, 0.5), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.5), (2, 1.0)))],

@@ -36,7 +36,7 @@ def one_step(case: Case, placement: jobs.Placement, step: Any, optimizer: Any, k
 # DTensors.
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", replicas.levels(0, 3))
 def test_all_parameters_are_dtensors_or_none_is(zero: int) -> None:
     """From ZeRO-1 on; a parameter without dims cannot be sharded and is whole everywhere."""
 
@@ -102,7 +102,7 @@ def test_the_optimizers_state_is_sharded(zero: int) -> None:
         assert total == [copies * p.numel()] * 2, name
 
 
-@pytest.mark.parametrize("levels", [(0, 1), (3, 0)])
+@pytest.mark.parametrize("levels", [pytest.param((0, 1), marks=pytest.mark.slow), (3, 0)])
 def test_levels_that_differ_on_one_rank(levels: tuple[int, int]) -> None:
     """Both stages are on both ranks: what is whole there is a DTensor too."""
     placement = {0: [0, 1], 1: [0, 1]}
