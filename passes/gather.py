@@ -48,7 +48,7 @@ class Gather:
                keep k        ->  as "step" while at most k buckets are there; the one whose next
                    use is furthest makes room (Belady 1966)
                order edges   ->  issued after the task that runs just before `prefetch` uses ahead;
-                   a microbatch's reduction follows the end of the bucket's one before
+                   a microbatch's reductions follow the end of those of the task before
     requires:  the order is that in which the group's ranks run their tasks
     keeps:     values
     """
@@ -167,19 +167,22 @@ def _make_room(
 
 
 def _chain_reductions(dag: Dag, tasks: Sequence[Node]) -> None:
-    """Each reduction into a sum starts when the one before, in running order, has ended."""
+    """A microbatch's reductions start when those of the task before, in running order, have ended.
+
+    So whole gradients of two tasks at most are there, and each reduction has a task's time.
+    """
     rank = {node: i for i, node in enumerate(tasks)}
-    chained: dict[tuple[Node, Node], None] = {}
+    by_task: dict[int, dict[Node, None]] = {}
     for node in dag.graph.nodes:
         task = node.meta.get("task")
         if task is None or task.kind is not Kind.ACCUMULATE:
             continue
-        parts = [producer(n) for n in node.all_input_nodes]
-        if not parts or any(task_of(p).kind is Kind.COMPUTE for p in parts):
-            continue
-        made = {p: max(rank.get(producer(n), -1) for n in p.all_input_nodes) for p in parts}
-        if min(made.values()) < 0:
-            continue  # of another device group
-        ordered = sorted(made, key=made.__getitem__)
-        chained.update(dict.fromkeys(pairwise(ordered)))
-    dag.orders += [(a, b, "one reduction of a bucket at a time") for a, b in chained]
+        for part in [producer(n) for n in node.all_input_nodes]:
+            if task_of(part).kind is Kind.COMPUTE:
+                continue
+            made = [rank[p] for n in part.all_input_nodes if (p := producer(n)) in rank]
+            if made:
+                by_task.setdefault(max(made), {})[part] = None
+    ordered = [by_task[i] for i in sorted(by_task)]
+    for before, after in pairwise(ordered):
+        dag.orders += [(a, b, "one task's reductions at a time") for a in before for b in after]

@@ -109,15 +109,14 @@ def _blocks(forward: Sequence[Node]) -> dict[Node, str]:
     paths: dict[Node, str] = {}
     siblings: dict[str, set[str]] = {}
     for node in forward:
-        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            _, bracket, inner = path.partition("]")
-            match = _BLOCK.match((inner if bracket else path).lstrip("."))
-            if match is None:
-                continue
-            paths[node] = match[1]
-            if match.end() < len(match.string):  # it has modules of its own
-                siblings.setdefault(re.sub(r"\d+$", "", match[1]), set()).add(match[1])
-            break
+        stack = (node.meta.get("nn_module_stack") or {}).values()
+        names = [path.partition("]")[2].lstrip(".") for path, _ in stack]
+        match = next((m for name in names if (m := _BLOCK.match(name))), None)
+        if match is None:
+            continue
+        paths[node] = block = match[1]
+        if any(name.startswith(block + ".") for name in names):  # it has modules of its own
+            siblings.setdefault(re.sub(r"\d+$", "", block), set()).add(block)
     repeated = {path for found in siblings.values() if len(found) > 1 for path in found}
     return {node: path for node, path in paths.items() if path in repeated}
 

@@ -346,11 +346,22 @@ def _place_backward(
         if len(sources) == 1:
             of[node] = next(iter(sources))
             continue
+        # What passes a residual branch unchanged comes to its region anyway: summed there, it need
+        # not be sent on beside the branch's own gradient.
+        parts = [i for i in node.all_input_nodes if i in of and i in backward]
+        there = [r for r in sources if all(of[i] == r or _used_in(i, r, of) for i in parts)]
+        if there:
+            of[node] = min(there, key=rank.__getitem__)
+            continue
         users = [of[u] for u in node.users if u in of]
         candidates = users or list(sources)
         # The forward value was made in the region that uses its gradient: the earliest one in
         # forward order.
         of[node] = min(candidates, key=rank.__getitem__) if candidates else order[-1]
+
+
+def _used_in(node: Node, region: RegionId, of: dict[Node, RegionId]) -> bool:
+    return any(of.get(user) == region for user in node.users)
 
 
 def _loss_region(

@@ -24,7 +24,7 @@ from tests.jobs import LINE2
 from tests.models import Dropped, Stack4, rows
 from tests.tracing import Stages, capture
 
-NAMES = ("split", "split_backward", "place", "tie", "transfer", "order")
+NAMES = ("split", "split_backward", "place", "tie", "replicate", "transfer", "order", "gather")
 
 
 class Broken:
@@ -93,9 +93,9 @@ def test_dump_writes_a_numbered_file_per_pass(tmp_path: Path, monkeypatch: pytes
     assert "F_PP0_MB1 = F_PP0(" in texts[1]
     assert ("BI_PP1_MB0" in texts[2]) > ("BI_PP1_MB0" in texts[1])
     assert (" on 1" in texts[3]) > (" on 1" in texts[2])
-    assert ("recv(" in texts[5]) > ("recv(" in texts[4])
-    assert ("after " in texts[6]) > ("after " in texts[5])
-    assert texts[6] == made.graph + "\n"
+    assert ("recv(" in texts[6]) > ("recv(" in texts[5])
+    assert ("after " in texts[7]) > ("after " in texts[6])
+    assert texts[8] == made.graph + "\n"
 
 
 def test_nothing_is_written_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
