@@ -20,7 +20,7 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow bench-pipeline lint format docs clean
+.PHONY: help env train test test-slow bench-pipeline bench-zero lint format docs clean
 
 help:
 	@echo "make env     create $(VENV) with everything that Piper and its tests need"
@@ -28,6 +28,7 @@ help:
 	@echo "make test    lint, then the tests (ARGS=... to pytest)"
 	@echo "make test-slow   the wide sweeps"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
+	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (ARGS='--levels 3')"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and its pictures again"
@@ -60,6 +61,9 @@ test-slow: $(READY)
 
 bench-pipeline: $(READY)
 	$(PY) -m benchmarks.pipeline $(ARGS)
+
+bench-zero: $(READY)
+	$(PY) -m benchmarks.zero $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

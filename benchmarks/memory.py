@@ -10,7 +10,7 @@ itself needs, without parameters, optimizer state, and what compiling leaves beh
 import ctypes
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,25 +39,36 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}; this benchmark needs Linux")
 
 
-def peak_bytes(config: Config, side: str) -> tuple[int, int]:
-    """This rank's peak above the import baseline, and above what stays between steps."""
+def measured(make: Callable[[], Any], batch: tuple[Any, ...], *, steps: int = 3) -> tuple[int, int]:
+    """This rank's peak in a step above the import baseline, and above what stays between steps.
+
+    Args:
+        make: Makes the step.
+        batch: What it is called with.
+        steps: How many steps the peak is taken over, after two others.
+    """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024)
     gc.collect()
     baseline = resident("VmRSS")
-    step: Any = PiperStep(config) if side == "piper" else TorchStep(config)
-    batch = batch_of(config)
+    step = make()
     for _ in range(2):
         step(*batch)
     gc.collect()
     libc.malloc_trim(0)
     between = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-    for _ in range(3):
+    for _ in range(steps):
         step(*batch)
     peak = resident("VmHWM")
     return peak - baseline, peak - between
+
+
+def peak_bytes(config: Config, side: str) -> tuple[int, int]:
+    """See `measured`, of a pipeline alone."""
+    kind: Any = PiperStep if side == "piper" else TorchStep
+    return measured(functools.partial(kind, config), batch_of(config))
 
 
 def _highest(config: Config, side: str, steps: list[float]) -> float:

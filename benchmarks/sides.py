@@ -32,10 +32,15 @@ TORCH = {
 
 
 def torch_schedule(
-    name: str, modules: dict[int, nn.Module], stages: int, microbatches: int, loss_fn: Any
+    name: str,
+    modules: dict[int, nn.Module],
+    stages: int,
+    microbatches: int,
+    loss_fn: Any,
+    group: Any = None,
 ) -> Any:
-    """A schedule of torch over this rank's stages, by stage number."""
-    made = [PipelineStage(m, s, stages, torch.device("cpu")) for s, m in modules.items()]
+    """A schedule of torch over this rank's stages, by stage number; `group`: its pipeline."""
+    made = [PipelineStage(m, s, stages, torch.device("cpu"), group) for s, m in modules.items()]
     kind: Any = TORCH[name]
     single = kind in (ScheduleGPipe, Schedule1F1B)
     return kind(made[0] if single else made, microbatches, loss_fn=loss_fn)
@@ -81,9 +86,9 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def batch_of(config: Config) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
+def batch_of(config: Config, replica: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, the same on every rank of a replica."""
+    generator = torch.Generator().manual_seed(replica)
     size = (config.batch, config.seq)
     return (
         torch.randint(0, 256, size, generator=generator),

@@ -1,0 +1,62 @@
+"""Step time with replicas beside FSDP2 or DDP: same processes, model, data, optimizer, threads."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+import piper_dynamo as piper
+from benchmarks.paired import Comparison, compare, seconds
+from benchmarks.report import Row, ratio_row
+from benchmarks.zero_sides import BESIDE, Ddp, Job, PiperZero, TorchZero, mean_over_ranks
+
+BAR, DDP_BAR = 0.9, 1.0
+NAMES = {
+    0: "DDP + pipelining",
+    2: "FSDP2 + pipelining, not resharded",
+    3: "FSDP2 + pipelining, resharded",
+}
+
+
+def _measure(job: Job, make: Callable[[Job], Any], zero: int, pairs: int) -> Comparison:
+    """Piper's step time against the other's; on every rank.
+
+    Raises:
+        AssertionError: The losses differ, so that the two are not the same job.
+    """
+    batch = job.batch(piper.rank())
+    sides: tuple[Any, Any] = (PiperZero(job, zero), make(job))
+    for _ in range(2):
+        mine = sides[0](*batch)
+        other = mean_over_ranks(sides[1](*batch))
+        if abs(mine - other) > 1e-3 * abs(other):
+            raise AssertionError(f"the losses differ: {mine} and {other}")
+    return compare(
+        lambda: seconds(lambda: sides[0](*batch), dist.barrier),
+        lambda: seconds(lambda: sides[1](*batch), dist.barrier),
+        pairs=pairs,
+        show=f"zero={zero}" if piper.rank() == 0 else None,
+    )
+
+
+def _run(job: Job, make: Callable[[Job], Any], zero: int, pairs: int) -> Comparison:
+    found: Comparison = piper.launch(
+        functools.partial(_measure, job, make, zero, pairs), job.ranks
+    )[0]
+    return found
+
+
+def levels(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
+    """Every level beside torch's nearest, with pipeline and replicas."""
+    for zero in zeros:
+        found = _run(job, functools.partial(TorchZero, level=BESIDE[zero]), zero, pairs)
+        yield ratio_row("time", f"ZeRO-{zero}", found, BAR, NAMES[BESIDE[zero]])
+
+
+def ddp(job: Job, pairs: int) -> Iterator[Row]:
+    """Replicas alone, nothing sharded, beside DDP with its default buckets."""
+    alone = Job(config=replace(job.config, pp=1, microbatches=1), replicas=job.replicas)
+    found = _run(alone, Ddp, 0, pairs)
+    yield ratio_row("ddp", "ZeRO-0, no pipeline", found, DDP_BAR, "DDP")

@@ -1,0 +1,156 @@
+"""The two sides with replicas: one optimizer step with FSDP2 or DDP of torch, and with Piper.
+
+torch's levels, as torchtitan sets them up with a pipeline: 0 is DDP around the stage; 2 and 3 are
+`fully_shard` of embedding, every layer, norm with head, and the stage, without and with
+`reshard_after_forward`. (torch's pipelining keeps whole gradients until the last backward, so its
+level 2 is ZeRO-1 in effect, and it is what our levels 1 and 2 are measured beside.) Piper's levels
+are Replicate's, with a region per layer and buckets as large as DDP's default.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import piper_dynamo as piper
+from benchmarks.sides import Stage, batch_of, loss_fn, torch_schedule
+from piper_dynamo.schedules import SCHEDULES
+from piper_dynamo.strategies import placement
+from piper_dynamo.train.config import Config
+from piper_dynamo.train.model import build
+
+BUCKET_MB = 25  # DDP's default
+BESIDE = {0: 0, 1: 2, 2: 2, 3: 3}  # the level of torch that one of ours is measured beside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What both sides run.
+
+    Attributes:
+        config: Model and pipeline; its batch is that of one replica.
+        replicas: Copies of the pipeline; pipeline rank r has the ranks r*replicas and following.
+    """
+
+    config: Config
+    replicas: int = 2
+
+    @property
+    def ranks(self) -> int:
+        """The size of the world."""
+        return self.config.pp * self.replicas
+
+    def strategy(self, zero: int, **options: Any) -> piper.Strategy:
+        """Piper's: a region per layer, one Replicate for all."""
+        config = self.config
+        devices = placement(config.schedule, config.pp, replicas=self.replicas)
+        orders, _ = SCHEDULES[config.schedule]
+        return piper.Strategy(
+            piper.Split({}, num_microbatches=config.microbatches),
+            *(piper.Place({"PP": stage}, devices=group) for stage, group in devices.items()),
+            piper.Replicate({"PP": "*"}, zero=zero, bucket_mb=BUCKET_MB, **options),
+            *orders(devices, config.microbatches),
+            regions={f"layers.{i}": {"LAYER": i} for i in range(config.layers)},
+        )
+
+    def batch(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a rank is given: its replica's tokens and targets."""
+        return batch_of(self.config, rank % self.replicas)
+
+
+def _sharded(stage: Stage, mesh: Any, *, reshard: bool) -> Stage:
+    """FSDP2 on the units that torchtitan takes for a Llama."""
+    units: list[Any] = [*stage.layers]
+    if stage.embedding is not None:
+        units.append(stage.embedding)
+    if stage.head is not None:
+        units.append([stage.norm, stage.head])
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(stage, mesh=mesh, reshard_after_forward=reshard)
+    return stage
+
+
+class TorchZero:
+    """One optimizer step with torch's pipelining and DDP (level 0) or FSDP2 (2, 3)."""
+
+    def __init__(self, job: Job, level: int) -> None:
+        config = job.config
+        mesh = init_device_mesh("cpu", (config.pp, job.replicas), mesh_dim_names=("pp", "dp"))
+        number = mesh["pp"].get_local_rank()
+        # The pipelines here have a stage per rank.
+        stage = Stage(build(config), number, config.stages)
+        if level:
+            module: Any = _sharded(stage, mesh["dp"], reshard=level == 3)
+        else:
+            module = DistributedDataParallel(
+                stage, process_group=mesh["dp"].get_group(), bucket_cap_mb=BUCKET_MB
+            )
+        self.schedule = torch_schedule(
+            config.schedule,
+            {number: module},
+            config.stages,
+            config.microbatches,
+            loss_fn,
+            mesh["pp"].get_group(),
+        )
+        self.first, self.last = number == 0, number == config.stages - 1
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=config.lr, foreach=True)
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> float | None:
+        """This replica's loss, on the rank that has it."""
+        losses: list[torch.Tensor] = []
+        args = (tokens,) if self.first else ()
+        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
+        self.schedule.step(*args, **kwargs, return_outputs=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sum(x.item() for x in losses) / len(losses) if losses else None
+
+
+class Ddp:
+    """One optimizer step with DDP of the whole model, without a pipeline."""
+
+    def __init__(self, job: Job) -> None:
+        self.model = DistributedDataParallel(build(job.config))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=job.config.lr, foreach=True)
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """This replica's loss."""
+        loss = self.model(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.item())
+
+
+class PiperZero:
+    """One optimizer step with Piper."""
+
+    def __init__(self, job: Job, zero: int) -> None:
+        batch = job.batch(piper.rank())
+        self.step = piper.compile(
+            build(job.config), job.strategy(zero), batch, compile=job.config.compile
+        )
+        self.optimizer = torch.optim.AdamW(
+            piper.parameters(self.step), lr=job.config.lr, foreach=True
+        )
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """The loss of all replicas."""
+        loss = self.step(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.item())
+
+
+def mean_over_ranks(loss: float | None) -> float:
+    """The mean of the losses of the ranks that have one."""
+    found = torch.tensor([loss or 0.0, float(loss is not None)], dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found[0] / found[1])
