@@ -40,7 +40,8 @@ def torch_schedule(
     group: Any = None,
 ) -> Any:
     """A schedule of torch over this rank's stages, by stage number; `group`: its pipeline."""
-    made = [PipelineStage(m, s, stages, torch.device("cpu"), group) for s, m in modules.items()]
+    device = torch.device("cpu")
+    made = [PipelineStage(m, s, stages, device, group=group) for s, m in modules.items()]
     kind: Any = TORCH[name]
     single = kind in (ScheduleGPipe, Schedule1F1B)
     return kind(made[0] if single else made, microbatches, loss_fn=loss_fn)
