@@ -32,7 +32,10 @@ def _one_rank(job: Job, side: str, level: int, steps: int) -> tuple[int, int]:
 def peaks(job: Job, side: str, level: int, steps: int = 3) -> tuple[int, int]:
     """The most that any rank needs above the baseline, and above what stays between steps."""
     found = piper.launch(functools.partial(_one_rank, job, side, level, steps), job.ranks)
-    return max(peak for peak, _ in found), max(step for _, step in found)
+    peak, step = max(peak for peak, _ in found), max(step for _, step in found)
+    rows = job.config.batch // job.config.microbatches
+    click.echo(f"    {side} level {level}, micro-batch {rows}: {peak * MIB:.0f} MiB")
+    return peak, step
 
 
 def levels(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
@@ -81,9 +84,7 @@ def fitting(job: Job, zeros: Sequence[int], caps: Sequence[int] = CAPS) -> Itera
 
     @functools.cache
     def peak(side: str, level: int, rows: int) -> int:
-        found, _ = peaks(with_microbatch(job, rows), side, level, steps=1)
-        click.echo(f"    {side} level {level}, micro-batch {rows}: {found * MIB:.0f} MiB")
-        return found
+        return peaks(with_microbatch(job, rows), side, level, steps=1)[0]
 
     middle = caps[len(caps) // 2]
     for rows in caps:
