@@ -43,8 +43,8 @@ def levels(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
     sides = [("torch", 3), ("torch", 2), ("torch", 0), *(("piper", zero) for zero in zeros)]
     found: dict[tuple[str, int], list[tuple[int, int]]] = {side: [] for side in sides}
     for pair in range(min(pairs, PAIRS)):
-        for side in sides if pair % 2 == 0 else reversed(sides):
-            found[side].append(peaks(job, *side))
+        for one in sides if pair % 2 == 0 else reversed(sides):
+            found[one].append(peaks(job, *one))
     reference = tuple(float(peak) for peak, _ in found["torch", 3])
     for (side, level), measured_ in found.items():
         if (side, level) == ("torch", 3):
