@@ -22,9 +22,14 @@ from piper_dynamo.train.config import CHUNKS, DTYPES, Config, schedule_name
 _HELP = {
     "out": "Run folder; an earlier run's files in it are replaced.  [default: runs/<time>]",
     "steps": "Optimizer steps.",
-    "ranks": "Processes; follows from --pp.",
+    "ranks": "Processes; follows from --pp and --dp.",
     "pp": "Pipeline ranks.",
-    "microbatches": "Microbatches per step.",
+    "dp": "Replicas of the pipeline, each on its share of the batch.",
+    "zero": "What replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.",
+    "bucket_mb": "MiB of parameters that are gathered and reduced as one.  [default: a stage's]",
+    "prefetch": "How many uses ahead a shard is gathered.",
+    "keep": "How long --zero 3 keeps what it gathered: chunk, step, or a number of buckets.",
+    "microbatches": "Microbatches per step and replica.",
     "schedule": f"One of {', '.join(SCHEDULES)}; 1f1b is one_f_one_b.",
     "compile": f"How chunks run: {' or '.join(CHUNKS)}.",
     "dim": "Model dim.",
@@ -32,7 +37,7 @@ _HELP = {
     "heads": "Attention heads.",
     "kv_heads": "Key-value heads.",
     "seq": "Tokens (bytes) per row.",
-    "batch": "Rows per step, all microbatches together.",
+    "batch": "Rows per step, all microbatches and replicas together.",
     "tied_head": "Share the weights of embedding and head.",
     "dtype": f"{' or '.join(DTYPES)}.",
     "lr": "Peak learning rate.",
@@ -110,6 +115,6 @@ def train(as_json: bool, **options: Any) -> None:
         config = replace(config, out=str(claim_folder(config.out)))
     job = functools.partial(run_rank, config)
     engine = "torchrun" if is_started else "local"
-    results = launch(job, config.pp, engine=engine, timeout_s=config.timeout_s)
+    results = launch(job, config.world, engine=engine, timeout_s=config.timeout_s)
     if as_json and is_first:
         click.echo(json.dumps(results[0], allow_nan=False))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import assert_never
 
-from piper_dynamo.directives import Loss, Place, Replicate, Rule, Split
+from piper_dynamo.directives import Keep, Loss, Place, Replicate, Rule, Split
 from piper_dynamo.schedules import SCHEDULES, Shape
 from piper_dynamo.strategy import LossPath, Strategy
 from piper_dynamo.values import Faults, user_line
@@ -67,6 +67,9 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     stages: int | None = None,
     replicas: int = 1,
     zero: int = 0,
+    bucket_mb: float | None = None,
+    prefetch: int = 1,
+    keep: Keep = "chunk",
     inputs: Mapping[str, Rule] | None = None,
     combine: Loss = "mean",
     loss: LossPath | None = None,
@@ -80,7 +83,10 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         num_microbatches: How many microbatches the batch is split into.
         stages: Stages in all; None: as few as the schedule can have, see `placement`.
         replicas: Data-parallel copies of the pipeline; the world is ranks * replicas.
-        zero: What the replicas shard, see `Replicate`.
+        zero: What the replicas shard, see `Replicate`; so the next three.
+        bucket_mb: Size of the pieces that are gathered and reduced.
+        prefetch: How many uses ahead parameters are gathered.
+        keep: How long gathered parameters stay.
         inputs: How each argument is split, see `Split`.
         combine: How the microbatches' losses combine, see `Split`.
         loss: Which output is the loss, see `Strategy`.
@@ -96,13 +102,16 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     faults.whole("replicas", replicas, 1)
     if replicas == 1 and zero:
         faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
+    if replicas == 1 and bucket_mb is not None:
+        faults.add("bucket_mb", bucket_mb, "needs replicas to reduce over; replicas is 1")
     faults.check()
     devices = placement(schedule, ranks, stages, replicas=replicas)
+    how = Replicate({"PP": "*"}, zero=zero, bucket_mb=bucket_mb, prefetch=prefetch, keep=keep)
     build, _ = SCHEDULES[schedule]
     return Strategy(
         Split({}, dim="MB", num_microbatches=num_microbatches, inputs=inputs, loss=combine),
         *(Place({"PP": stage}, devices=group) for stage, group in devices.items()),
-        *([Replicate({"PP": "*"}, zero=zero)] if replicas > 1 else []),
+        *([how] if replicas > 1 else []),
         *build(devices, num_microbatches),
         loss=loss,
         regions=regions,

@@ -5,17 +5,20 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 
 from piper_dynamo import strategies
+from piper_dynamo.directives import Keep
 from piper_dynamo.errors import PiperStrategyError, join_faults
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.strategy import Strategy
 
 CHUNKS = ("aten", "inductor")
 DTYPES = ("float32", "float64")
+LEVELS = (0, 1, 2, 3)
 # Other names that people use for a schedule.
 ALIASES = {"1f1b": "one_f_one_b"}
 _COUNTS = (
     "steps",
     "pp",
+    "dp",
     "microbatches",
     "dim",
     "layers",
@@ -25,9 +28,9 @@ _COUNTS = (
     "batch",
     "eval_batches",
 )
-_COUNTS_OR_ZERO = ("warmup", "seed", "eval_every")
+_COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "prefetch")
 MAX_SEED = 2**63  # torch's generators take no more
-_POSITIVE = ("lr", "clip", "timeout_s")
+_POSITIVE = ("lr", "clip", "timeout_s", "bucket_mb")
 
 
 def schedule_name(given: str) -> str:
@@ -47,6 +50,11 @@ class Config:
     steps: int = 200
     ranks: int | None = None
     pp: int = 2
+    dp: int = 1
+    zero: int = 0
+    bucket_mb: float | None = None
+    prefetch: int = 1
+    keep: str = "chunk"
     microbatches: int = 4
     schedule: str = "one_f_one_b"
     compile: str = "aten"
@@ -92,10 +100,17 @@ class Config:
             faults.append(f"--seed is {self.seed}; give a number below 2^63")
         for name in _POSITIVE:
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 faults.append(f"{_flag(name)} is {value}; give a number above 0")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             faults.append(f"--weight-decay is {self.weight_decay}; give 0 or a number above")
+        if self.zero not in LEVELS:
+            faults.append(f"--zero is {self.zero}; choose one of {', '.join(map(str, LEVELS))}")
+        if self._keep() == 0:
+            faults.append(
+                f"--keep is {self.keep!r}; choose chunk, step, or how many buckets stay (at least "
+                "1)"
+            )
         return faults
 
     def _name_faults(self) -> list[str]:
@@ -110,16 +125,23 @@ class Config:
         ]
 
     def _shape_faults(self) -> list[str]:
-        faults = []
-        if self.ranks not in (None, self.pp):
+        faults = self._replica_faults()
+        if self.ranks not in (None, self.world):
+            asked = f"--pp {self.pp}" + (f" x --dp {self.dp}" if self.dp > 1 else "")
             faults.append(
-                f"--ranks is {self.ranks}, but --pp {self.pp} needs {self.pp}; leave --ranks out"
+                f"--ranks is {self.ranks}, but {asked} needs {self.world}; leave --ranks out"
             )
-        if self.batch % self.microbatches:
-            divisors = [m for m in range(1, self.batch + 1) if self.batch % m == 0]
+        if self.batch % self.dp:
             faults.append(
-                f"--batch {self.batch} does not divide into --microbatches {self.microbatches}; "
-                f"numbers that do: {', '.join(map(str, divisors))}"
+                f"--batch {self.batch} does not divide among --dp {self.dp} replicas; numbers that "
+                f"do: {_divisors(self.batch)}"
+            )
+        elif self.batch // self.dp % self.microbatches:
+            share = self.batch // self.dp
+            each = f" (the share of --dp {self.dp} is {share})" if self.dp > 1 else ""
+            faults.append(
+                f"--batch {self.batch}{each} does not divide into --microbatches "
+                f"{self.microbatches}; numbers that do: {_divisors(share)}"
             )
         if self.dim % (2 * self.heads):
             faults.append(
@@ -129,6 +151,34 @@ class Config:
             faults.append(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         if self.schedule in SCHEDULES:
             faults += self._schedule_faults()
+        return faults
+
+    def _replica_faults(self) -> list[str]:
+        """Options that would change nothing are a misunderstanding."""
+        faults = []
+        changed = [
+            name
+            for name in ("prefetch", "keep")
+            if getattr(self, name) != Config.__dataclass_fields__[name].default
+        ]
+        if self.dp == 1:
+            alone = [name for name in ("zero", "bucket_mb") if getattr(self, name)]
+            faults += [
+                f"{_flag(name)} {getattr(self, name)} needs replicas, but --dp is 1; "
+                "give --dp 2 or more"
+                for name in alone + changed
+            ]
+            return faults
+        if "prefetch" in changed and self.zero == 0:
+            faults.append(
+                f"--prefetch {self.prefetch} is about gathers, and --zero 0 has none; give --zero "
+                "1, 2 or 3"
+            )
+        if "keep" in changed and self.zero < 3:
+            faults.append(
+                f"--keep {self.keep} needs --zero 3: --zero {self.zero} keeps parameters whole "
+                + ("always" if self.zero == 0 else "from their first use to the step's end")
+            )
         return faults
 
     def _schedule_faults(self) -> list[str]:
@@ -148,13 +198,35 @@ class Config:
         return faults
 
     @property
+    def world(self) -> int:
+        """How many processes: pipeline ranks times replicas."""
+        return self.pp * self.dp
+
+    def _keep(self) -> Keep:
+        """`keep` as the directive has it; 0 where it is none."""
+        named: dict[str, Keep] = {"chunk": "chunk", "step": "step"}
+        if self.keep in named:
+            return named[self.keep]
+        return int(self.keep) if self.keep.isascii() and self.keep.isdigit() else 0
+
+    @property
     def stages(self) -> int:
         """How many pipeline stages the model is cut into: the schedule's least number."""
         return len(strategies.placement(self.schedule, self.pp))
 
     def strategy(self) -> Strategy:
         """The job's strategy."""
-        return strategies.pipeline(self.schedule, ranks=self.pp, num_microbatches=self.microbatches)
+        # What needs replicas is refused without them before it comes to a strategy's own refusal.
+        return strategies.pipeline(
+            self.schedule,
+            ranks=self.pp,
+            num_microbatches=self.microbatches,
+            replicas=self.dp,
+            zero=self.zero if self.dp > 1 else 0,
+            bucket_mb=self.bucket_mb if self.dp > 1 else None,
+            prefetch=self.prefetch,
+            keep=self._keep(),
+        )
 
     def as_dict(self) -> dict[str, object]:
         """For the run folder."""
@@ -163,6 +235,10 @@ class Config:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(m) for m in range(1, number + 1) if number % m == 0)
 
 
 def _near(value: str, known: tuple[str, ...]) -> str:

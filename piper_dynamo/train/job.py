@@ -64,7 +64,7 @@ class _Job:
         self.folder = folder
         self.progress = Progress(is_shown=rank() == 0)
         self.history = _History()
-        self.shard = (0, 1)
+        self.shard = (0, config.dp)  # until the step says which: batches of the right size
 
     def run(self) -> dict[str, Any]:
         config, say = self.config, self.progress.say
@@ -83,7 +83,7 @@ class _Job:
         count = sum(p.numel() for p in model.parameters())
         doing = (
             f"capturing, planning and compiling {count / 1e6:.2f} M parameters: "
-            f"{config.schedule}, {config.stages} stages, {config.compile} chunks"
+            f"{config.schedule}, {config.stages} stages, {_replicas(config)}{config.compile} chunks"
         )
         with self.progress.phase(doing):
             step = piper_compile(
@@ -218,6 +218,10 @@ class _Job:
         say(f"{summary['tokens_per_s']:,.0f} tokens/s, peak memory of a rank {max(peaks):,.0f} MB")
         say(f"run folder: {self.folder.path.resolve()}")
         return summary
+
+
+def _replicas(config: Config) -> str:
+    return f"{config.dp} replicas, ZeRO-{config.zero}, " if config.dp > 1 else ""
 
 
 def gather(value: Any) -> list[Any] | None:
