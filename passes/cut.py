@@ -102,6 +102,7 @@ def _make_borders_contiguous(capture: Capture, regions: Regions) -> None:
             copy.meta["val"] = torch.empty_strided(
                 value.shape, contiguous_stride(value.shape), dtype=value.dtype, device=value.device
             )
+        copy.meta["piper_border_copy"] = True
         home = regions.of[node]
         regions.of[copy] = home
         if node in regions.is_backward:
@@ -173,9 +174,8 @@ def _extract(
         for i, source in enumerate(sources):
             node = graph.placeholder(f"{prefix}_{i + 1}")
             node.meta = {k: v for k, v in source.meta.items() if k in ("val", "tensor_meta")}
-            value = node.meta["val"]
-            if source.op != "placeholder" and not TensorSpec.of(value).is_contiguous:
-                stale = True  # made contiguous by its producer after this value was traced
+            # Made contiguous by its producer after what reads it was traced.
+            stale = stale or "piper_border_copy" in source.meta
             values[source] = node
     lookup: Callable[[Node], Node] = values.__getitem__
 

@@ -353,6 +353,20 @@ def test_the_other_region_sees_the_contiguous_value():
     same_as_eager(stages.dag, model, BATCH)
 
 
+def test_views_of_values_laid_out_like_a_border_value():
+    """A view that the traced layout allows is a copy where the border value is contiguous."""
+
+    class Kept(Weights):
+        def forward(self, x: Tensor) -> Tensor:
+            with piper.annotate("PP", 0):
+                h = torch.tanh(x @ self.w).view(4, 2, 2).transpose(0, 1)
+            with piper.annotate("PP", 1):
+                return (torch.sin(h).transpose(0, 1).flatten(1) @ self.v).square().mean()
+
+    model = Kept()
+    same_as_eager(capture(model, BATCH).build().dag, model, BATCH)
+
+
 def test_skips_go_straight_to_where_they_are_used():
     class Skip(Weights):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
