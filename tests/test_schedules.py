@@ -399,6 +399,9 @@ def test_pipeline_with_everything():
         stages=6,
         replicas=2,
         zero=3,
+        bucket_mb=25,
+        prefetch=2,
+        keep="step",
         inputs={"mask": "replicate"},
         combine="sum",
         loss="loss",
@@ -407,7 +410,9 @@ def test_pipeline_with_everything():
     assert made.of(piper.Split)[0].inputs == {"mask": "replicate"}
     assert made.of(piper.Split)[0].loss == "sum"
     assert [place.devices for place in made.of(piper.Place)] == [(0, 1), (2, 3)] * 3
-    assert made.of(piper.Replicate) == (piper.Replicate({"PP": "*"}, zero=3),)
+    assert made.of(piper.Replicate) == (
+        piper.Replicate({"PP": "*"}, zero=3, bucket_mb=25, prefetch=2, keep="step"),
+    )
     assert Counter(which for order in made.of(piper.Order) for which, _, _ in tasks(order)) == {
         "F": 12,
         "B": 12,
@@ -437,7 +442,9 @@ def test_gpipe_and_interleaved_take_more_stages():
         ),
         ({"schedule": "gpipe", "stages": 3}, "stages=3: must be a multiple of ranks=2, for gpipe"),
         ({"zero": 1}, "zero=1: needs replicas to shard over"),
+        ({"bucket_mb": 1}, "bucket_mb=1: needs replicas to reduce over"),
         ({"zero": 4, "replicas": 2}, "zero=4: must be 0, 1, 2 or 3"),
+        ({"keep": 0, "replicas": 2}, 'keep=0: must be "chunk", "step", or how many buckets'),
         ({"schedule": "dualpipev", "num_microbatches": 3}, "must be a whole number of at least 4"),
     ],
 )
