@@ -22,9 +22,8 @@ from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
-from piper_dynamo.ir.joint import Arg, ArgKind, Capture
-from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
-from piper_dynamo.ir.spec import show_bytes
+from piper_dynamo.ir.joint import Arg, Capture
+from piper_dynamo.ir.program import Group, Instr, RankProgram
 from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
@@ -54,6 +53,7 @@ from piper_dynamo.strategy import Place as PlaceDirective
 from piper_dynamo.strategy import Replicate as ReplicateDirective
 from piper_dynamo.strategy import Shard, Strategy
 from piper_dynamo.strategy import Split as SplitDirective
+from piper_dynamo.summary import summarize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,57 +226,18 @@ class Plan:
         return "\n".join([repr((places, ranks, rest)), *map(str, instrs)])
 
     def summary(self) -> str:
-        """Ranks, what they hold and run, messages, and predicted memory, as a table."""
-        count = self.dag.num_microbatches
-        head = ("rank", "regions", "parameters", "buffers", "tasks", "sends", "sent", "step peak")
-        rows = [head, *(self._row(program) for program in self.programs)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
-            f"plan of {_many(self.world_size, 'rank')}, {_many(count, 'microbatch', 'es')}, "
-            f"{'training' if self.dag.training else 'forward only'}"
-        ]
-        for row in rows:
-            cells = (
-                c.ljust(w) if i == 1 else c.rjust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-            lines.append("  ".join(cells).rstrip())
-        unique = {key for program in self.programs for _, key in program.chunks}
-        lines.append(f"{_many(len(unique), 'chunk')} to compile")
-        if self.untagged:
-            lines.append("untagged operators, and the region they joined:")
-            lines += [
-                f"  {where or 'no source line'} -> {region}"
-                for where, region in dict.fromkeys(self.untagged)
-            ]
-        return "\n".join(lines)
-
-    def _row(self, program: RankProgram) -> tuple[str, ...]:
-        runs = [i for i in program.instrs if i.op is Op.RUN]
-        regions = dict.fromkeys(i.target.split("_", 1)[1] for i in runs)
-        sends = [i.spec.nbytes for i in program.instrs if i.op is Op.SEND and i.spec is not None]
-        held = [self.args[p] for _, p in program.state]
-        sizes = {
-            kind: sum(a.spec.nbytes for a in held if a.kind is kind and a.spec is not None)
-            for kind in (ArgKind.PARAMETER, ArgKind.BUFFER)
-        }
-        return (
-            str(program.rank),
-            ", ".join(regions),
-            show_bytes(sizes[ArgKind.PARAMETER]),
-            show_bytes(sizes[ArgKind.BUFFER]),
-            str(len(runs)),
-            str(len(sends)),
-            show_bytes(sum(sends)),
-            show_bytes(program.peak_bytes),
+        """Ranks, what they hold, run and exchange, and predicted memory, as a table."""
+        return summarize(
+            self.programs,
+            self.args,
+            replicas=max(map(len, self.groups), default=1),
+            num_microbatches=self.dag.num_microbatches,
+            training=self.dag.training,
+            untagged=self.untagged,
         )
 
     def __str__(self) -> str:
         return self.summary()
-
-
-def _many(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}" + (plural if count != 1 else "")
 
 
 NUM_PASSES = 8  # of the table in docs/how-it-works.md; the second part needs the split DAG

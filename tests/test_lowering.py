@@ -71,6 +71,27 @@ def test_heading(plans: dict[str, Plan]):
     assert "· PP=0,1 · 4 microbatches · streams: compute · " in str(plans["alone"].program(0))
 
 
+def test_summary(plans: dict[str, Plan]):
+    """Nothing is replicated: no column speaks of shards, gathers or reductions."""
+    assert_expected_inline(
+        plans["buffers"].summary(),
+        """\
+plan of 2 ranks, 4 microbatches, training
+rank  regions  parameters  absent  buffers  tasks      sends  step peak
+   0  PP0           192 B   128 B     72 B      8  4 (256 B)      848 B
+   1  PP1           128 B   192 B        -      8  5 (264 B)      528 B
+4 chunks to compile""",
+    )
+    assert_expected_inline(
+        plans["alone"].summary(),
+        """\
+plan of 1 rank, 4 microbatches, training
+rank  regions   parameters  tasks  step peak
+   0  PP0, PP1       512 B     16      984 B
+4 chunks to compile""",
+    )
+
+
 def test_first_rank(plans: dict[str, Plan]):
     assert_expected_inline(
         text(plans["1f1b"], 0),

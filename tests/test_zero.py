@@ -6,6 +6,7 @@ each parameter are compared within 1e-12 in float64, over clipped SGD and AdamW 
 at the end show that the comparison fails for the mistakes it is there to find.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Instr, Op
+from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.local import LocalCommunicator
 from tests import jobs, replicas
@@ -168,10 +170,21 @@ def test_levels_that_differ_by_stage(case: str, levels: tuple[int, int]) -> None
     replicas.compare(ranks, replicas.reference(CASES[case]), LINE, 3, part=part)
 
 
-def test_a_strategy_in_one_call() -> None:
-    wanted = piper.strategies.pipeline("zbv", ranks=2, num_microbatches=4, replicas=2, zero=2)
-    ranks = replicas.run(CASES["plain"], VEE, wanted)
-    replicas.compare(ranks, replicas.reference(CASES["plain"]), VEE, 2)
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "placement", "zero", "options"),
+    [
+        ("zbv", 2, VEE, 2, {}),
+        ("gpipe", 1, PAIR, 3, {"bucket_mb": TINY_MB, "prefetch": 2, "keep": 1}),
+    ],
+)
+def test_a_strategy_in_one_call(
+    schedule: str, ranks: int, placement: Placement, zero: int, options: dict[str, Any]
+) -> None:
+    wanted = piper.strategies.pipeline(
+        schedule, ranks=ranks, num_microbatches=4, replicas=2, zero=zero, **options
+    )
+    found = replicas.run(CASES["plain"], placement, wanted)
+    replicas.compare(found, replicas.reference(CASES["plain"]), placement, zero)
 
 
 def test_the_last_backward_need_not_be_of_the_last_microbatch() -> None:
@@ -386,6 +399,51 @@ def test_instructions_round_trip(zero: int) -> None:
     for program in plan_of(zero, reduce_stream="dp").programs:
         for instr in program.instrs:
             assert Instr.parse(str(instr)) == instr
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "want"),
+    [
+        # 128 bytes per weight: two per stage, of two replicas. Held, gathered, reduced.
+        (0, {}, {"parameters": "256 B", "reductions": "1 (256 B)"}),
+        (1, {}, {"sharded": "128 B", "gathers": "1 (256 B)", "reductions": "1 (256 B)"}),
+        (2, {}, {"sharded": "128 B", "gathers": "1 (256 B)", "reductions": "2 (512 B)"}),
+        (3, {}, {"sharded": "128 B", "gathers": "4 (1.0 KiB)", "reductions": "2 (512 B)"}),
+        (
+            3,
+            {"bucket_mb": TINY_MB, "keep": "step"},
+            {"sharded": "128 B", "gathers": "2 (256 B)", "reductions": "4 (512 B)"},
+        ),
+    ],
+)
+def test_summary(zero: int, options: dict[str, Any], want: dict[str, str]) -> None:
+    """What a rank holds whole, as a shard or not at all; columns are there only where used."""
+    plan = plan_of(zero, **options)
+    title, head, *lines = plan.summary().splitlines()
+    assert title == "plan of 4 ranks, 2 replicas, 2 microbatches, training"
+    heads = re.split("  +", head.strip())
+    common = ["rank", "regions", "absent", "tasks", "sends", "step peak"]
+    assert set(heads) == {*common, *want}
+    for program, line in zip(plan.programs, lines[:4], strict=True):
+        row = dict(zip(heads, re.split("  +", line.strip()), strict=True))
+        if program.rank >= 2 or zero < 3:  # the first stage's backward reads one weight only
+            assert {name: row[name] for name in want} == want
+        stage = f"PP{program.rank // 2}"
+        assert row["regions"] == (f"{stage} x2" if "bucket_mb" in options else stage)
+        assert row["absent"] == "256 B"
+        assert row["step peak"] == show_bytes(program.peak_bytes)
+    assert lines[4].startswith("gathers and reductions of a step")
+
+
+def test_summary_counts_filled_up_blocks_and_what_stays_whole() -> None:
+    """Of 7, 2 and 1 rows three replicas hold 3, 1 and 1; two numbers have no rows."""
+    wanted = replicas.strategy(TRIPLE, 2, zero=1)
+    plan = piper.plan(CASES["uneven"].build(1), wanted, replicas.numbers(0))
+    _, head, line, *_ = plan.summary().splitlines()
+    row = dict(zip(*(re.split("  +", text.strip()) for text in (head, line)), strict=True))
+    assert row["parameters"] == f"{2 * 8} B"
+    assert row["sharded"] == f"{(3 * 4 + 1 * 7 + 1) * 8} B"
+    assert "absent" not in row
 
 
 # Controls: what the comparison must notice.
