@@ -18,9 +18,13 @@ from piper_dynamo.cli import main
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.timeline import Event, Timeline
 from piper_dynamo.train import job, progress, report
+from piper_dynamo.train.compare import one_process
 from piper_dynamo.train.config import Config, schedule_name
 from piper_dynamo.train.data import Corpus
+from piper_dynamo.train.model import build
+from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 from piper_dynamo.train.progress import Progress
+from tests import jobs
 from tests.source_tree import ROOT
 from tests.test_train_data import counting
 
@@ -69,6 +73,36 @@ def refusal(*arguments: str) -> str:
         ("--schedule dualpipev --microbatches 2", "must be a whole number of at least 4"),
         ("--steps many", "'many' is not a valid integer"),
         ("--stepz 3", "No such option"),
+        ("--dp 0", "--dp is 0; give a number of at least 1"),
+        ("--dp 2 --zero 4", "--zero is 4; choose one of 0, 1, 2, 3"),
+        ("--dp 2 --bucket-mb 0", "--bucket-mb is 0.0; give a number above 0"),
+        ("--dp 2 --zero 3 --prefetch -1", "--prefetch is -1; give a number of at least 0"),
+        ("--dp 2 --zero 3 --keep 0", "--keep is '0'; choose chunk, step, or how many buckets stay"),
+        ("--dp 2 --zero 3 --keep all", "--keep is 'all'; choose chunk, step, or how many"),
+        ("--zero 3", "--zero 3 needs replicas, but --dp is 1; give --dp 2 or more"),
+        ("--bucket-mb 1", "--bucket-mb 1.0 needs replicas, but --dp is 1"),
+        ("--prefetch 2", "--prefetch 2 needs replicas, but --dp is 1"),
+        ("--keep step", "--keep step needs replicas, but --dp is 1"),
+        ("--dp 2 --prefetch 0", "--prefetch 0 is about gathers, and --zero 0 has none"),
+        (
+            "--dp 2 --zero 1 --keep 2",
+            "--keep 2 needs --zero 3: --zero 1 keeps parameters whole from their first use to the",
+        ),
+        (
+            "--dp 2 --keep step",
+            "--keep step needs --zero 3: --zero 0 keeps parameters whole always",
+        ),
+        ("--dp 3", "--batch 16 does not divide among --dp 3 replicas; numbers that do: 1, 2, 4, 8"),
+        (
+            "--dp 8 --microbatches 4",
+            "--batch 16 (the share of --dp 8 is 2) does not divide into --microbatches 4; "
+            "numbers that do: 1, 2",
+        ),
+        ("--dp 2 --ranks 2", "--ranks is 2, but --pp 2 x --dp 2 needs 4; leave --ranks out"),
+        (
+            "--dp 2 --zero 3 --schedule dualpipev --microbatches 2",
+            "must be a whole number of at least 4",
+        ),
     ],
 )
 def test_refuses(arguments: str, want: str):
@@ -110,6 +144,16 @@ def test_every_schedule_has_a_strategy(schedule: str, pp: int):
     places = config.strategy().of(piper.Place)
     assert len(places) == config.stages
     assert {rank for place in places for rank in place.devices} == set(range(pp))
+    assert not config.strategy().of(piper.Replicate)
+
+
+def test_replicas_are_in_the_strategy():
+    config = Config(pp=2, dp=3, batch=12, zero=3, bucket_mb=2.0, prefetch=2, keep="4")
+    assert config.world == 6
+    strategy = config.strategy()
+    assert [place.devices for place in strategy.of(piper.Place)] == [(0, 1, 2), (3, 4, 5)]
+    (replicate,) = strategy.of(piper.Replicate)
+    assert replicate == piper.Replicate({"PP": "*"}, zero=3, bucket_mb=2.0, prefetch=2, keep=4)
 
 
 # The run folder
@@ -272,7 +316,65 @@ def test_clocks_of_other_machines_are_moved(monkeypatch: pytest.MonkeyPatch):
     assert [e.start_s for e in merged.events] == pytest.approx([1, 1, 1])
 
 
-# Two processes
+# Replicas
+
+MIXES = [
+    (schedule, zero, options)
+    for zero, options in (
+        (0, {}),
+        (1, {"bucket_mb": 0.005}),
+        (2, {"prefetch": 0, "tied_head": True}),
+        (3, {"bucket_mb": 0.005, "prefetch": 2, "keep": "2"}),
+    )
+    for schedule in ("one_f_one_b", "zb_h1", "zbv", "dualpipev")
+]
+QUICK = {("one_f_one_b", 3), ("zbv", 2), ("dualpipev", 0), ("zb_h1", 1)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "options"),
+    [
+        pytest.param(
+            *mix, marks=[] if mix[:2] in QUICK else [pytest.mark.slow], id=f"{mix[0]}-{mix[1]}"
+        )
+        for mix in MIXES
+    ],
+)
+def test_replicas_equal_one_process(schedule: str, zero: int, options: dict[str, Any]):
+    """Each replica has its share of the rows that one process has whole; all ranks agree."""
+    config = Config(
+        dim=16, layers=4, heads=2, kv_heads=1, seq=8, batch=8, microbatches=4, steps=3, pp=2, dp=2,
+        dtype="float64", schedule=schedule, zero=zero, **options,
+    )  # fmt: skip
+    corpus = counting()
+
+    def steps() -> tuple[list[float], list[float]]:
+        found: tuple[list[float], list[float]] = ([], [])
+        step, optimizer = None, None
+        for number in range(config.steps):
+            share = piper.rank() % 2 if step is None else piper.data_rank(step)
+            batch = corpus.batch(
+                "train", number, seed=0, rows=8, seq=8, data_rank=share, data_world=2
+            )
+            if step is None or optimizer is None:
+                step = piper.compile(build(config), config.strategy(), batch)
+                assert (piper.data_rank(step), piper.data_world(step)) == (share, 2)
+                optimizer = make_optimizer(piper.parameters(step), config)
+            set_learning_rate(optimizer, number, config)
+            loss = step(*batch)
+            loss.backward()
+            found[1].append(piper.clip_grad_norm_(step, config.clip).item())
+            found[0].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    want = one_process(config, corpus)
+    for losses, norms in jobs.run_ranks(steps, config.world):
+        assert want.max_relative_difference(losses, norms) < 1e-12
+
+
+# Processes
 
 
 def run(*arguments: str, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
@@ -320,3 +422,24 @@ def test_two_ranks_equal_one_process(tmp_path: Path):
     assert sorted(tasks) == sorted(
         f"{kind}.PP{stage}.MB{mb}" for kind in "FB" for stage in (0, 1) for mb in (0, 1)
     )
+
+
+@pytest.mark.dist(4)
+@pytest.mark.slow
+def test_sharded_replicas_of_two_stages(tmp_path: Path):
+    """Two stages by two replicas: one process's losses, tokens of all replicas, all the files."""
+    sharded = "--dp 2 --zero 3 --pp 2 --bucket-mb 0.005 --steps 5 --eval-every 5 --compare"
+    done = run(*sharded.split(), "--json", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["max_rel_diff"] < 1e-6
+    assert "2 replicas, ZeRO-3" in done.stderr
+    names = {*report.FILES, *(f"program_rank{rank}.py" for rank in range(4))}
+    assert {p.name for p in tmp_path.iterdir()} == names
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    seconds = [4 * 16 / one["tokens_per_s"] for one in lines if "loss" in one][1:]
+    assert result["tokens_per_s"] == pytest.approx(4 * 16 * len(seconds) / sum(seconds))
+    plan = (tmp_path / "plan.txt").read_text()
+    assert plan.startswith("plan of 4 ranks, 2 replicas, 2 microbatches, training")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in trace if e.get("cat") == "B"} == {0, 1, 2, 3}
