@@ -24,7 +24,10 @@ from piper_dynamo.sharding import Block
 
 ANCHOR = "_piper_anchor"  # name of the empty parameter of a rank that holds none
 
-_FIELDS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn")
+_FIELDS = (
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
+    *("requires_grad", "grad", "grad_fn"),
+)
 _METHODS = ("is_floating_point", "is_complex", "size", "dim", "numel", "nelement", "element_size")
 _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in (*_FIELDS, "is_sparse", "is_nested")),
