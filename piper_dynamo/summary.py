@@ -119,9 +119,15 @@ def _is_reduction(instr: Instr) -> bool:
 
 
 def _moved(instr: Instr) -> int:
-    """Bytes of the whole values that a collective makes or sums."""
-    blocks = len(instr.group) if instr.op is Op.REDUCE_SCATTER else 1
-    return blocks * sum(spec.nbytes for spec in instr.specs)
+    """Bytes of the whole values that a collective makes or sums, filled up to equal blocks."""
+    size = len(instr.group)
+    match instr.op:
+        case Op.ALL_GATHER:
+            return sum(size * block_spec(spec, size).nbytes for spec in instr.specs)
+        case Op.REDUCE_SCATTER:
+            return sum(size * spec.nbytes for spec in instr.specs)
+        case _:
+            return sum(spec.nbytes for spec in instr.specs)
 
 
 def _traffic(sizes: Sequence[int]) -> str:

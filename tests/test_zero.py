@@ -443,6 +443,7 @@ def test_summary_counts_filled_up_blocks_and_what_stays_whole() -> None:
     row = dict(zip(*(re.split("  +", text.strip()) for text in (head, line)), strict=True))
     assert row["parameters"] == f"{2 * 8} B"
     assert row["sharded"] == f"{(3 * 4 + 1 * 7 + 1) * 8} B"
+    assert row["gathers"] == f"1 ({3 * (3 * 4 + 1 * 7 + 1) * 8} B)"
     assert "absent" not in row
 
 
