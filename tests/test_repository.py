@@ -26,7 +26,7 @@ MAX_LINES = 600
 # Modules that join the parts; everything else must be usable without them.
 FACADE = frozenset(
     {
-        *("", "__main__", "access", "agreement", "api", "backend", "cli"),
+        *("", "__main__", "access", "accumulation", "agreement", "api", "backend", "cli"),
         *("measure", "planning", "step", "train"),
     }
 )
