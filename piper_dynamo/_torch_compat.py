@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "trace_forward",
     "trace_joint",
     "unmark_dynamic",
+    "weakly_mark_arguments",
     "weakly_mark_dynamic",
 ]
 
@@ -399,6 +401,19 @@ def weakly_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
         _marked.append(weakref.ref(tensor))
     maybe_mark_dynamic(tensor, dim)
+
+
+def weakly_mark_arguments() -> None:
+    """Make dim 0 symbolic for every tensor argument of the call being traced.
+
+    An argument whose size alone is used is no input of the graph, and its size would be a number.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    for value in tree_leaves(dict(InstructionTranslator.current_tx().output.local_scope)):
+        plain = isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
+        if plain and value.dim() and value.shape[0] > 1 and not is_marked_dynamic(value, 0):
+            weakly_mark_dynamic(value, 0)
 
 
 def attribute_stores() -> list[str]:

@@ -138,4 +138,5 @@ def _make_batch_symbolic(
         compat.mark_dynamic(example, dim)
         marked = True
     if marked:
+        compat.weakly_mark_arguments()
         raise compat.TensorifyScalarRestartAnalysis(restart_reason="piper: symbolic batch")

@@ -352,3 +352,25 @@ def test_data_rank_without_replicas() -> None:
         return piper.rank(), piper.world_size(), piper.data_rank(step), piper.data_world(step)
 
     assert jobs.run_ranks(job, 2) == [(0, 2, 0, 1), (1, 2, 0, 1)]
+
+
+class SizeOnly(torch.nn.Module):
+    """Divides by the size of an argument whose values it does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x, mask):
+        with piper.annotate("PP", 0):
+            return (x * self.w).sum() / mask.shape[0]
+
+
+@pytest.mark.parametrize("how", ["plain", "prepared"])
+def test_a_size_read_from_an_argument_that_is_not_used_otherwise(how: str):
+    """The microbatch's size would be that of the batch: no wrong number, a refusal."""
+    strategy = piper.Strategy(piper.Split({}, num_microbatches=2), piper.Place({}, devices=[0]))
+    x, mask = torch.ones(4, 3, dtype=torch.float64), torch.ones(4)
+    step = torch.compile(SizeOnly(), backend="piper", options={"strategy": strategy})
+    with pytest.raises(Exception, match="the size of argument 'mask' is used, but not its values"):
+        step(x, mask) if how == "plain" else piper.prepare(step, x, mask)
