@@ -28,13 +28,11 @@ class _Group:
 
     Attributes:
         ready: Tasks whose inputs are there, most urgent first.
-        held: Forwards that would exceed their region's bound, likewise.
         free_at: When the task that it runs ends.
         order: What it has run.
     """
 
     ready: list[_Key] = field(default_factory=list)
-    held: list[_Key] = field(default_factory=list)
     free_at: float = 0.0
     order: list[Node] = field(default_factory=list)
 
@@ -58,7 +56,10 @@ class _Scheduler:
         self.way = _way_to_end(self.successors, self.waiting, self.names)
         self.depth = _depth(dag)
         self.last = _last_backward(self.names)
+        self.bounded = {name.region for v in self.last if (name := self.names[v]) is not None}
         self.in_flight: dict[RegionId, int] = dict.fromkeys(dag.regions, 0)
+        # Forwards that would exceed their region's bound, most urgent first.
+        self.held: dict[RegionId, list[_Key]] = {region: [] for region in dag.regions}
         self.ordered = {n for before, after, _ in dag.orders for n in (before, after)}
         self.groups: dict[tuple[int, ...], _Group] = {}
         self.events: list[tuple[float, int]] = []  # a node's work is done
@@ -91,8 +92,10 @@ class _Scheduler:
                 self.group(task.devices).order.append(self.nodes[vertex])
             heapq.heappush(self.events, (now, vertex))
             return
-        key = (_URGENCY[name.which], name.mb or 0, -self.way[vertex], vertex)
-        heapq.heappush(self.group(task.devices).ready, key)
+        self.make_ready((_URGENCY[name.which], name.mb or 0, -self.way[vertex], vertex))
+
+    def make_ready(self, key: _Key) -> None:
+        heapq.heappush(self.group(task_of(self.nodes[key[-1]]).devices).ready, key)
 
     def group(self, devices: tuple[int, ...]) -> _Group:
         return self.groups.setdefault(devices, _Group())
@@ -101,10 +104,8 @@ class _Scheduler:
         name = self.names[vertex]
         if name is not None and vertex in self.last:
             self.in_flight[name.region] -= 1
-            group = self.group(task_of(self.nodes[vertex]).devices)
-            for key in group.held:
-                heapq.heappush(group.ready, key)
-            group.held.clear()
+            if self.held[name.region]:
+                self.make_ready(heapq.heappop(self.held[name.region]))
         for target in self.successors[vertex]:
             self.waiting[target] -= 1
             if self.waiting[target] == 0:
@@ -117,7 +118,7 @@ class _Scheduler:
             name = self.names[key[-1]]
             assert name is not None
             if self.is_full(key[-1], name):
-                heapq.heappush(group.held, key)
+                heapq.heappush(self.held[name.region], key)
                 continue
             if name.which is Pass.F:
                 self.in_flight[name.region] += 1
@@ -126,18 +127,19 @@ class _Scheduler:
             heapq.heappush(self.events, (group.free_at, key[-1]))
 
     def is_full(self, vertex: int, name: TaskName) -> bool:
-        free = name.which is not Pass.F or not self.last or self.nodes[vertex] in self.ordered
-        return not free and self.in_flight[name.region] >= self.depth[name.region]
+        bounded = name.which is Pass.F and name.region in self.bounded
+        if not bounded or self.nodes[vertex] in self.ordered:
+            return False
+        return self.in_flight[name.region] >= self.depth[name.region]
 
     def let_go(self) -> bool:
         """Everybody waits: one forward may exceed its bound."""
-        held = [(group.held[0], devices) for devices, group in self.groups.items() if group.held]
-        if not held:
+        waiting = [held for held in self.held.values() if held]
+        if not waiting:
             return False
-        _, devices = min(held)
-        key = heapq.heappop(self.groups[devices].held)
+        key = heapq.heappop(min(waiting))
         self.ordered.add(self.nodes[key[-1]])
-        heapq.heappush(self.groups[devices].ready, key)
+        self.make_ready(key)
         return True
 
 
