@@ -97,7 +97,41 @@ def batch_of(config: Config, replica: int = 0) -> tuple[Tensor, Tensor]:
     )
 
 
-class TorchStep:
+class ScheduleStep:
+    """One optimizer step of a schedule of torch's pipelining; the constructor says of which."""
+
+    schedule: Any
+    first: bool
+    last: bool
+    optimizer: torch.optim.Optimizer
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> float | None:
+        """The loss, on the rank that has it."""
+        losses: list[Tensor] = []
+        args = (tokens,) if self.first else ()
+        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
+        self.schedule.step(*args, **kwargs, return_outputs=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sum(x.item() for x in losses) / len(losses) if losses else None
+
+
+class LossStep:
+    """One optimizer step of what returns its loss; the constructor says of what."""
+
+    step: Any
+    optimizer: torch.optim.Optimizer
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> float:
+        """The loss."""
+        loss = self.step(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.item())
+
+
+class TorchStep(ScheduleStep):
     """One optimizer step with torch's pipelining."""
 
     def __init__(self, config: Config) -> None:
@@ -114,18 +148,8 @@ class TorchStep:
         self.first, self.last = 0 in mine, stages - 1 in mine
         self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, foreach=True)
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> float | None:
-        """The loss, on the rank that has it."""
-        losses: list[Tensor] = []
-        args = (tokens,) if self.first else ()
-        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
-        self.schedule.step(*args, **kwargs, return_outputs=False)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return sum(x.item() for x in losses) / len(losses) if losses else None
 
-
-class PiperStep:
+class PiperStep(LossStep):
     """One optimizer step with Piper."""
 
     def __init__(self, config: Config) -> None:
@@ -133,11 +157,3 @@ class PiperStep:
             build(config), config.strategy(), batch_of(config), compile=config.compile
         )
         self.optimizer = torch.optim.AdamW(piper.parameters(self.step), lr=config.lr, foreach=True)
-
-    def __call__(self, tokens: Tensor, targets: Tensor) -> float:
-        """The loss."""
-        loss = self.step(tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.item())

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import piper_dynamo as piper
-from benchmarks.sides import Stage, batch_of, loss_fn, torch_schedule
+from benchmarks.sides import LossStep, ScheduleStep, Stage, batch_of, loss_fn, torch_schedule
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.strategies import placement
 from piper_dynamo.train.config import Config
@@ -75,8 +75,11 @@ def _sharded(stage: Stage, mesh: Any, *, reshard: bool) -> Stage:
     return stage
 
 
-class TorchZero:
-    """One optimizer step with torch's pipelining and DDP (level 0) or FSDP2 (2, 3)."""
+class TorchZero(ScheduleStep):
+    """One optimizer step with torch's pipelining and DDP (level 0) or FSDP2 (2, 3).
+
+    Its loss is its replica's, on the rank that has it.
+    """
 
     def __init__(self, job: Job, level: int) -> None:
         config = job.config
@@ -101,35 +104,17 @@ class TorchZero:
         self.first, self.last = number == 0, number == config.stages - 1
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=config.lr, foreach=True)
 
-    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> float | None:
-        """This replica's loss, on the rank that has it."""
-        losses: list[torch.Tensor] = []
-        args = (tokens,) if self.first else ()
-        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
-        self.schedule.step(*args, **kwargs, return_outputs=False)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return sum(x.item() for x in losses) / len(losses) if losses else None
 
-
-class Ddp:
-    """One optimizer step with DDP of the whole model, without a pipeline."""
+class Ddp(LossStep):
+    """One optimizer step with DDP of the whole model, without a pipeline; its replica's loss."""
 
     def __init__(self, job: Job) -> None:
-        self.model = DistributedDataParallel(build(job.config))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=job.config.lr, foreach=True)
-
-    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        """This replica's loss."""
-        loss = self.model(tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.item())
+        self.step = DistributedDataParallel(build(job.config))
+        self.optimizer = torch.optim.AdamW(self.step.parameters(), lr=job.config.lr, foreach=True)
 
 
-class PiperZero:
-    """One optimizer step with Piper."""
+class PiperZero(LossStep):
+    """One optimizer step with Piper; its loss is that of all replicas."""
 
     def __init__(self, job: Job, zero: int) -> None:
         batch = job.batch(piper.rank())
@@ -139,14 +124,6 @@ class PiperZero:
         self.optimizer = torch.optim.AdamW(
             piper.parameters(self.step), lr=job.config.lr, foreach=True
         )
-
-    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        """The loss of all replicas."""
-        loss = self.step(tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.item())
 
 
 def mean_over_ranks(loss: float | None) -> float:

@@ -18,14 +18,9 @@ from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.ir.task import Kind, Task
+from piper_dynamo.ir.task import COLLECTIVE_KINDS, Kind, Task
 
-_COLLECTIVES = {
-    Kind.ALL_REDUCE: Op.ALL_REDUCE,
-    Kind.ALL_GATHER: Op.ALL_GATHER,
-    Kind.REDUCE_SCATTER: Op.REDUCE_SCATTER,
-    Kind.ALL_TO_ALL: Op.ALL_TO_ALL,
-}
+_COLLECTIVES = {kind: Op(kind.value) for kind in COLLECTIVE_KINDS}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -67,12 +67,12 @@ class Gather:
         first = next(n for n in dag.graph.nodes if n.op != "placeholder")
         for devices, layouts in sharded.items():
             tasks = self._order[devices]
-            uses = [(i, n, reads) for i, n in enumerate(tasks) if (reads := _reads(n, layouts))]
+            reads = {i: found for i, n in enumerate(tasks) if (found := _reads(n, layouts))}
+            places = list(reads)
             with dag.graph.inserting_before(first):
-                for gather in _plan([(n, reads) for _, n, reads in uses], layouts):
-                    self._insert(dag, devices, gather, layouts, [i for i, _, _ in uses])
-        for tasks in self._order.values():
-            _chain_reductions(dag, tasks)
+                for gather in _plan([(tasks[i], found) for i, found in reads.items()], layouts):
+                    self._insert(dag, devices, gather, layouts, places)
+        self._chain_reductions(dag)
 
     def _insert(
         self,
@@ -85,9 +85,8 @@ class Gather:
         tasks = self._order[devices]
         layout = layouts[next(iter(gather.positions))]
         user = gather.readers[0]
-        sources = {n.meta["arg"]: n for n in user.all_input_nodes if "arg" in n.meta}
-        for reader in gather.readers[1:]:
-            sources |= {n.meta["arg"]: n for n in reader.all_input_nodes if "arg" in n.meta}
+        inputs = (n for reader in gather.readers for n in reader.all_input_nodes)
+        sources = {n.meta["arg"]: n for n in inputs if "arg" in n.meta}
         name = f"{gather.bucket}.{task_of(user).name}"
         made = collective(
             dag.graph,
@@ -113,6 +112,29 @@ class Gather:
         ahead = uses[max(gather.at - layout.prefetch, 0)]
         if ahead:
             dag.orders.append((tasks[ahead - 1], producer(made[0]), layout.where))
+
+    def _chain_reductions(self, dag: Dag) -> None:
+        """A microbatch's reductions start when those of the group's task before have ended.
+
+        So whole gradients of two tasks at most are there, and each reduction has a task's time.
+        """
+        place = {n: (d, i) for d, tasks in self._order.items() for i, n in enumerate(tasks)}
+        by_task: dict[tuple[Devices, int], dict[Node, None]] = {}
+        for node in dag.graph.nodes:
+            task = node.meta.get("task")
+            if task is None or task.kind is not Kind.ACCUMULATE:
+                continue
+            for part in [producer(n) for n in node.all_input_nodes]:
+                if task_of(part).kind is not Kind.COMPUTE:
+                    made = max(place[producer(n)] for n in part.all_input_nodes)
+                    by_task.setdefault(made, {})[part] = None
+        for before, after in pairwise(sorted(by_task)):
+            if before[0] == after[0]:
+                dag.orders += [
+                    (a, b, "one task's reductions at a time")
+                    for a in by_task[before]
+                    for b in by_task[after]
+                ]
 
 
 def _reads(node: Node, layouts: Mapping[int, Layout]) -> list[int]:
@@ -164,25 +186,3 @@ def _make_room(
         gone = free.pop()
         counted.remove(gone)
         del resident[gone]
-
-
-def _chain_reductions(dag: Dag, tasks: Sequence[Node]) -> None:
-    """A microbatch's reductions start when those of the task before, in running order, have ended.
-
-    So whole gradients of two tasks at most are there, and each reduction has a task's time.
-    """
-    rank = {node: i for i, node in enumerate(tasks)}
-    by_task: dict[int, dict[Node, None]] = {}
-    for node in dag.graph.nodes:
-        task = node.meta.get("task")
-        if task is None or task.kind is not Kind.ACCUMULATE:
-            continue
-        for part in [producer(n) for n in node.all_input_nodes]:
-            if task_of(part).kind is Kind.COMPUTE:
-                continue
-            made = [rank[p] for n in part.all_input_nodes if (p := producer(n)) in rank]
-            if made:
-                by_task.setdefault(max(made), {})[part] = None
-    ordered = [by_task[i] for i in sorted(by_task)]
-    for before, after in pairwise(ordered):
-        dag.orders += [(a, b, "one task's reductions at a time") for a in before for b in after]

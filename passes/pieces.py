@@ -13,7 +13,9 @@ from typing import Any
 
 from torch.fx.node import Node
 
+from piper_dynamo.ir.graph import is_pick
 from piper_dynamo.ir.joint import ArgKind, Capture
+from piper_dynamo.ir.spec import module_paths
 
 Tags = tuple[tuple[str, int], ...]
 _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?:\.|$)")
@@ -70,8 +72,8 @@ def number_pieces(
         key = tuple(tags[node].items())
         piece = open_.setdefault(key, _Open())
         source = node.args[0] if node.args else None
-        if getattr(node.target, "__name__", "") == "getitem" and source in found:
-            found[node] = found[source]  # type: ignore[index]
+        if is_pick(node) and isinstance(source, Node) and source in found:
+            found[node] = found[source]
             continue
         new = {p for i in node.all_input_nodes for p in uses.get(i, ())} - piece.seen
         nbytes = sum(sizes[p] for p in new)
@@ -109,8 +111,7 @@ def _blocks(forward: Sequence[Node]) -> dict[Node, str]:
     paths: dict[Node, str] = {}
     siblings: dict[str, set[str]] = {}
     for node in forward:
-        stack = (node.meta.get("nn_module_stack") or {}).values()
-        names = [path.partition("]")[2].lstrip(".") for path, _ in stack]
+        names = module_paths(node)
         match = next((m for name in names if (m := _BLOCK.match(name))), None)
         if match is None:
             continue

@@ -27,7 +27,7 @@ from piper_dynamo.ir.graph import (
     task_of,
 )
 from piper_dynamo.ir.joint import ArgKind
-from piper_dynamo.ir.ops import Groups
+from piper_dynamo.ir.program import Groups, copy_groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 from piper_dynamo.passes.select import region_misses
@@ -62,11 +62,6 @@ class Replication:
         if self.shard_axes is None:
             return (devices,)
         return self._along(devices, self.shard_axes)
-
-    def copy_groups(self, devices: Devices) -> Groups:
-        """The ranks that hold the same block, for each block; none where there is one copy."""
-        groups = self.shard_groups(devices)
-        return tuple(zip(*groups, strict=True)) if len(groups) > 1 else ()
 
     def _along(self, devices: Devices, axes: tuple[str, ...]) -> Groups:
         """The devices grouped by their place on all other axes."""
@@ -105,8 +100,11 @@ class Replicate:
     def __call__(self, dag: Dag) -> None:
         """Rewrite `dag` in place."""
         faults = region_misses(self._replications, dag)
-        groups = sorted({task_of(n).devices for n in dag.tasks() if len(task_of(n).devices) > 1})
-        buckets = [b for devices in groups for b in self._buckets(dag, devices, faults)]
+        buckets = [
+            bucket
+            for devices, readers in sorted(_readers(dag).items())
+            for bucket in self._buckets(dag, devices, readers, faults)
+        ]
         if faults:
             raise PiperPlanError(join_faults("the replication is not possible", faults))
         for bucket in buckets:
@@ -122,9 +120,14 @@ class Replicate:
             _check_ties(dag)
         _reduce_loss(dag, buckets)
 
-    def _buckets(self, dag: Dag, devices: Devices, faults: list[str]) -> "list[_Bucket]":
+    def _buckets(
+        self,
+        dag: Dag,
+        devices: Devices,
+        readers: dict[RegionId, dict[int, None]],
+        faults: list[str],
+    ) -> "list[_Bucket]":
         """The parameters of a device group, by the first region that reads them."""
-        readers = _readers(dag, devices)
         found: list[_Bucket] = []
         home: dict[int, tuple[Replication, RegionId]] = {}
         for region in dag.regions:
@@ -199,19 +202,19 @@ def _tags(region: RegionId) -> dict[str, int | str]:
     return dict(region.tags)
 
 
-def _readers(dag: Dag, devices: Devices) -> dict[RegionId, list[int]]:
-    """The parameters that each region's tasks on these ranks read, in order of use."""
-    found: dict[RegionId, dict[int, None]] = {}
+def _readers(dag: Dag) -> dict[Devices, dict[RegionId, dict[int, None]]]:
+    """Where several ranks run a region's tasks: the parameters that these read, in order of use."""
+    found: dict[Devices, dict[RegionId, dict[int, None]]] = {}
     for node in dag.tasks():
         task = task_of(node)
-        if task.devices != devices or task.name is None:
+        if len(task.devices) == 1 or task.name is None:
             continue
-        mine = found.setdefault(task.name.region, {})
+        mine = found.setdefault(task.devices, {}).setdefault(task.name.region, {})
         for source in node.all_input_nodes:
             position = source.meta.get("arg")
             if position is not None and dag.args[position].kind is ArgKind.PARAMETER:
                 mine[position] = None
-    return {region: list(positions) for region, positions in found.items()}
+    return found
 
 
 def _gradients(dag: Dag) -> dict[tuple[int, Devices], Node]:
@@ -250,7 +253,7 @@ def _reduce(dag: Dag, bucket: _Bucket, gradients: dict[tuple[int, Devices], Node
         for node in sums.values():
             node.meta["spec"] = node.all_input_nodes[0].meta["spec"]
         reduced = sums
-    copies = bucket.how.copy_groups(bucket.devices)
+    copies = copy_groups(bucket.how.shard_groups(bucket.devices))
     if copies:
         shards = {p: n for p, n in reduced.items() if dag.layouts[p, bucket.devices].shard_groups}
         _all_reduce(dag, bucket, shards, copies, f"grads.{bucket.region}.copies")

@@ -336,16 +336,19 @@ def local_tensor(value: Any) -> Tensor:
     return local.detach()
 
 
-def mesh_of(ranks: Sequence[Any], rank: int, device: str, groups: Sequence[Any]) -> DeviceMesh:
-    """A mesh of these ranks (nested by dim); without process groups, one that cannot communicate.
+def mesh_of(
+    rows: Sequence[Sequence[int]], rank: int, device: str, groups: Sequence[Any]
+) -> DeviceMesh:
+    """A mesh of rows of ranks, without the dim of rows where there is one.
 
     Args:
-        ranks: Ranks, or rows of ranks.
+        rows: Ranks.
         rank: This rank.
         device: Device type.
-        groups: This rank's process group of each dim; none in an in-process job.
+        groups: This rank's process group of each dim; none in an in-process job, whose meshes
+            cannot communicate.
     """
-    table = torch.tensor(ranks)
+    table = torch.tensor(rows if len(rows) > 1 else rows[0])
     if groups:
         given: Any = list(groups) if len(groups) > 1 else groups[0]
         return DeviceMesh.from_group(given, device, mesh=table if len(groups) > 1 else None)

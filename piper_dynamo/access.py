@@ -11,7 +11,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError
 from piper_dynamo.measure import recorder
 from piper_dynamo.planning import Plan
-from piper_dynamo.state import ANCHOR, StepState, record_of
+from piper_dynamo.state import ANCHOR, Record, StepState, record_of
 
 
 def module_of(step: Any) -> nn.Module:
@@ -49,14 +49,20 @@ def named_parameters(step: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters this rank holds, by the user's names; an empty anchor where it holds none."""
     state = state_of(step)
     found = False
+    for name, param, _ in _held(step, state):
+        found = True
+        yield name, param
+    if not found:
+        yield ANCHOR, state.anchor
+
+
+def _held(step: Any, state: StepState) -> Iterator[tuple[str, nn.Parameter, Record | None]]:
+    """What the optimizer steps on this rank, with what is known of it."""
     for name, param in module_of(step).named_parameters():
         record = record_of(param)
         # What no program uses (yet) is rank 0's to train; the others keep it as it is.
         if state.rank == 0 if record is None else record.held:
-            found = True
-            yield name, param if record is None else record.stepped(param)
-    if not found:
-        yield ANCHOR, state.anchor
+            yield name, param if record is None else record.stepped(param), record
 
 
 def parameters(step: Any) -> list[nn.Parameter]:
@@ -99,12 +105,8 @@ def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tenso
         raise PiperError(f"clip_grad_norm_(norm_type={norm_type!r}): give a number > 0 or infinity")
     state = state_of(step)
     grads, counted = [], []
-    for param in module_of(step).parameters():
-        record = record_of(param)
-        if state.rank != 0 if record is None else not record.held:
-            continue
-        grad = (param if record is None else record.stepped(param)).grad
-        local = compat.local_tensor(grad) if grad is not None else None
+    for _, param, record in _held(step, state):
+        local = compat.local_tensor(param.grad) if param.grad is not None else None
         if local is not None and local.numel():
             grads.append(local)
             if record is None or record.counts:

@@ -52,25 +52,25 @@ def put_off(record: Record, gradient: Tensor) -> None:
         record.pending.add_(gradient)
 
 
-def settle(state: StepState, records: Sequence[Record]) -> dict[int, Tensor]:
+def settle(state: StepState, records: Sequence[Record]) -> dict[str, Tensor]:
     """Reduce what was put off; every replica comes here with the same records.
 
     Returns:
-        By index into `records`, the sum over the replicas: a block of it where the parameter is
-        held as one.
+        By parameter name, the sum over the replicas: a block of it where the parameter is held as
+        one.
     """
-    waiting = [(i, r, r.pending) for i, r in enumerate(records) if r.pending is not None]
-    found: dict[int, Tensor] = {}
+    waiting = [r for r in records if r.pending is not None]
     for kind in ("reduce_scatter", "all_reduce"):
-        for group in sorted({r.groups[kind] for _, r, _ in waiting if r.groups.get(kind)}):
-            mine = [(i, r, p) for i, r, p in waiting if r.groups.get(kind) == group]
-            values = [found.get(i, pending) for i, _, pending in mine]
-            likes = [TensorSpec.of(v) for v in values]
+        for group in sorted({r.groups[kind] for r in waiting if kind in r.groups}):
+            mine = [r for r in waiting if r.groups.get(kind) == group]
+            values = [r.pending for r in mine if r.pending is not None]
+            likes = [TensorSpec.of(value) for value in values]
             if kind == "reduce_scatter":
                 likes = [block_spec(like, len(group)) for like in likes]
             handle = state.comm.start_collective(kind, values, (STATE, group), likes)
-            results = state.comm.wait_all(handle)
-            found.update((i, result) for (i, _, _), result in zip(mine, results, strict=True))
-    for _, record, _ in waiting:
+            for record, result in zip(mine, state.comm.wait_all(handle), strict=True):
+                record.pending = result
+    found = {r.name: r.pending for r in waiting if r.pending is not None}
+    for record in waiting:
         record.pending = None
     return found

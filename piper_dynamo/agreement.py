@@ -45,7 +45,7 @@ def agree(plan: Plan, mine: str, comm: Communicator, *, known: bool) -> int:
     comm.steps = number + 1
     if comm.world_size == 1:
         return number
-    comm.publish(_step_key(number, comm.rank), f"{number} {mine}")
+    comm.publish(_key("step", number, comm.rank), f"{number} {mine}")
     if known:
         return number
     deadline = time.monotonic() + min(comm.timeout_s, 1e9)
@@ -62,9 +62,9 @@ def agree(plan: Plan, mine: str, comm: Communicator, *, known: bool) -> int:
     return number
 
 
-def _step_key(number: int, rank: int) -> str:
-    """Where a rank says what it runs in a step; few keys, since ranks are hardly a step apart."""
-    return f"step/{number % 16}/{rank}"
+def _key(what: str, number: int, rank: int) -> str:
+    """Where a rank says something for the n-th time; few keys, since ranks are hardly one apart."""
+    return f"{what}/{number % 16}/{rank}"
 
 
 def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> list[int]:
@@ -80,7 +80,7 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
     differing, silent = [], []
     for rank in range(comm.world_size):
         remaining = max(deadline - time.monotonic(), 0.0)
-        text = comm.lookup(_step_key(number, rank), f"{number} ", remaining)
+        text = comm.lookup(_key("step", number, rank), f"{number} ", remaining)
         if text is None:
             silent.append(rank)
             continue
@@ -90,11 +90,6 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
     if differing:
         raise _different_programs(plan, comm, differing)
     return silent
-
-
-def _replica_key(number: int, rank: int) -> str:
-    """Where a rank says what it starts from; replicas wait for one another, so two keys do."""
-    return f"replicas/{number % 2}/{rank}"
 
 
 def check_replicas(plan: Plan, comm: Communicator, params: Sequence[tuple[str, Tensor]]) -> None:
@@ -108,11 +103,11 @@ def check_replicas(plan: Plan, comm: Communicator, params: Sequence[tuple[str, T
     comm.adoptions = number + 1
     mine = digest([value for _, value in params])
     text = f"{number} {plan.fingerprint()} {','.join(mine)} {describe(plan)}"
-    comm.publish(_replica_key(number, comm.rank), text)
+    comm.publish(_key("replicas", number, comm.rank), text)
     programs: list[str] = []
     differing: dict[str, list[int]] = {}
     for rank in plan.group(comm.rank):
-        other = comm.lookup(_replica_key(number, rank), f"{number} ", comm.timeout_s)
+        other = comm.lookup(_key("replicas", number, rank), f"{number} ", comm.timeout_s)
         if other is None:
             raise PiperTimeoutError(
                 format_error(

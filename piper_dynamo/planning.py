@@ -23,7 +23,7 @@ from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
 from piper_dynamo.ir.joint import Arg, Capture
-from piper_dynamo.ir.program import Group, Instr, RankProgram
+from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
 from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
@@ -169,37 +169,18 @@ class Plan:
         group = self.group(rank)
         return group.index(rank), len(group)
 
-    def blocks(self, position: int, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each copy of a sharded parameter, in row order; () where it is whole."""
-        layout = self.layouts(rank).get(position)
-        return layout.shard_groups if layout is not None else ()
-
-    def counting(self, position: int) -> tuple[int, ...]:
-        """The ranks that together count a parameter once: its first holder, or their blocks."""
-        first = self.holders().get(position, (0,))[0]
-        groups = self.blocks(position, first)
+    def counting(self, position: int, first: int) -> tuple[int, ...]:
+        """The ranks that together count a parameter once: its first holder, or those of a copy."""
+        layout = self.dag.layouts.get((position, self.group(first)))
+        groups = layout.shard_groups if layout is not None else ()
         return next((g for g in groups if first in g), (first,))
-
-    def reduced_over(self, position: int, rank: int) -> dict[str, tuple[int, ...]]:
-        """The ranks over which a parameter's gradient is reduced, by the collective that does."""
-        layout = self.layouts(rank).get(position)
-        if layout is None:
-            return {}
-        if not layout.shard_groups:
-            return {"all_reduce": self.group(rank)}
-        found = {"reduce_scatter": next(g for g in layout.shard_groups if rank in g)}
-        if len(layout.shard_groups) > 1:
-            columns = zip(*layout.shard_groups, strict=True)
-            found["all_reduce"] = next(tuple(c) for c in columns if rank in c)
-        return found
 
     def communicators(self) -> list[Group]:
         """What ranks must create before the first step, in one order."""
         found = {i.communicator for p in self.programs for i in p.instrs if i.group}
-        for layout_of, layout in self.dag.layouts.items():
-            found.add((STATE, layout_of[1]))
-            found.update((STATE, group) for group in layout.shard_groups)
-            found.update((STATE, tuple(c)) for c in zip(*layout.shard_groups, strict=True))
+        for (_, devices), layout in self.dag.layouts.items():
+            groups = layout.shard_groups
+            found.update((STATE, ranks) for ranks in (devices, *groups, *copy_groups(groups)))
         return sorted(found)
 
     def fingerprint(self) -> str:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo.ir.ops import block_spec
+from piper_dynamo.ir.program import Groups
 from piper_dynamo.ir.spec import TensorSpec
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,14 +48,15 @@ class Block:
     def gradient(self, found: Tensor) -> Tensor:
         """The program's gradient as the parameter's: without the filling, a DTensor."""
         local = found if self.home is None else found.narrow(0, 0, self.rows)
-        return _distributed(local, self.param, self.spec)
+        like: Any = self.param
+        return _distributed(local, like.device_mesh, like.placements, self.spec)
 
 
-def _distributed(local: Tensor, like: Any, spec: TensorSpec) -> DTensor:
+def _distributed(local: Tensor, mesh: Any, placements: Any, spec: TensorSpec) -> DTensor:
     return DTensor.from_local(
         local,
-        like.device_mesh,
-        like.placements,
+        mesh,
+        placements,
         run_check=False,
         shape=torch.Size(spec.shape),
         stride=spec.stride,
@@ -73,32 +74,21 @@ def take_block(param: nn.Parameter, groups: Groups, mesh: Any, rank: int) -> Blo
     """
     spec = TensorSpec.of(param)
     whole = param.detach()
-    if not groups:
-        copies = [Replicate() for _ in range(mesh.ndim)]
-        local = DTensor.from_local(whole, mesh, copies, run_check=False)
-        return Block(
-            param=nn.Parameter(local, requires_grad=param.requires_grad),
-            spec=spec,
-            home=None,
-            rows=0,
-        )
-    (group,) = [g for g in groups if rank in g]
-    height = -(-spec.shape[0] // len(group))
-    start = min(group.index(rank) * height, spec.shape[0])
-    rows = min(height, spec.shape[0] - start)
-    home = whole.new_zeros((height, *spec.shape[1:]))
-    home.narrow(0, 0, rows).copy_(whole.narrow(0, start, rows))
-    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
-    local = DTensor.from_local(
-        home.narrow(0, 0, rows),
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(spec.shape),
-        stride=spec.stride,
-    )
+    local, home, rows = whole, None, 0
+    placements: list[Any] = [Replicate() for _ in range(mesh.ndim)]
+    if groups:
+        (group,) = [g for g in groups if rank in g]
+        block = block_spec(spec, len(group))
+        height, size = block.shape[0], spec.shape[0]
+        start = min(group.index(rank) * height, size)
+        rows = min(height, size - start)
+        home = whole.new_zeros(block.shape)
+        local = home.narrow(0, 0, rows)
+        local.copy_(whole.narrow(0, start, rows))
+        placements[-1] = Shard(0)
+    stepped = _distributed(local, mesh, placements, spec)
     return Block(
-        param=nn.Parameter(local, requires_grad=param.requires_grad),
+        param=nn.Parameter(stepped, requires_grad=param.requires_grad),
         spec=spec,
         home=home,
         rows=rows,

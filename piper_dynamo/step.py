@@ -97,6 +97,7 @@ class Entry:
     executor: Executor
     is_random: bool
     announcement: str  # what other ranks read; made once, since it hashes the whole strategy
+    is_later: tuple[bool, ...]  # of each of the program's gradients: a later step reduces it
     compared: bool = False
     adopted: StepState | None = None
 
@@ -254,11 +255,13 @@ class CompiledStep:
                     source=module.source, instr_of_line=module.instr_of_line, specs=module.specs
                 )
 
+            layouts = plan.layouts(comm.rank)
             entries[key] = Entry(
                 plan=plan,
                 executor=Executor(program, code, chunks, comm),
                 is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
                 announcement=announcement(plan),
+                is_later=tuple(p in layouts and not layouts[p].reduced for p, _ in program.grads),
             )
         found: Entry = entries[key]
         return found
@@ -275,7 +278,7 @@ class CompiledStep:
         plan = entry.plan
         holders = plan.holders()
         state.data_rank, state.data_world = plan.replica(comm.rank)
-        layouts = plan.layouts(comm.rank)
+        layouts, group = plan.layouts(comm.rank), plan.group(comm.rank)
         distributed = any(layout.shard_groups for layout in layouts.values())
         new = [a for a in self._args if a.position in layouts and not record_of(values[a.position])]
         if new:
@@ -284,14 +287,15 @@ class CompiledStep:
             ranks = holders.get(arg.position, (0,))
             value = values[arg.position]
             if arg.kind is ArgKind.PARAMETER:
-                groups = plan.blocks(arg.position, comm.rank)
-                mesh = groups or (plan.group(comm.rank),)
+                layout = layouts.get(arg.position)
+                groups = layout.shard_groups if layout is not None else ()
+                mesh = groups or (group,)
                 state.adopt(
                     value,
                     arg.name,
                     ranks,
-                    counts=comm.rank in plan.counting(arg.position),
-                    groups=plan.reduced_over(arg.position, comm.rank),
+                    counts=comm.rank in plan.counting(arg.position, ranks[0]),
+                    groups=layout.reduced_over(group, comm.rank) if layout is not None else {},
                     block=functools.partial(
                         take_block, value, groups, comm.mesh(mesh, value.device.type), comm.rank
                     )
@@ -333,7 +337,7 @@ class CompiledStep:
         with torch.no_grad():
             for (position, _), new in zip(program.buffers, results.buffers, strict=True):
                 values[position].copy_(new)
-        return self._outputs(plan, state, results, values)
+        return self._outputs(entry, state, results, values)
 
     def _weights(
         self, plan: Plan, names: Sequence[str], values: Sequence[Any], comm: Communicator
@@ -395,9 +399,9 @@ class CompiledStep:
         return [weight / total for weight in weights]
 
     def _outputs(
-        self, plan: Plan, state: StepState, results: StepResults, values: Sequence[Any]
+        self, entry: Entry, state: StepState, results: StepResults, values: Sequence[Any]
     ) -> list[Any]:
-        program = plan.programs[state.rank]
+        plan, program = entry.plan, entry.executor.program
         owned = {
             index: value for (index, _), value in zip(program.outputs, results.outputs, strict=True)
         }
@@ -406,7 +410,7 @@ class CompiledStep:
         found: list[Any] = []
         for index, output in enumerate(plan.dag.outputs):
             if index == plan.dag.loss:
-                found.append(self._loss_value(plan, state, results, values))
+                found.append(self._loss_value(entry, state, results, values))
             elif output.node is None:
                 found.append(output.value)
             elif index in owned:
@@ -450,23 +454,20 @@ class CompiledStep:
         return dict(zip(indices, attached, strict=True))
 
     def _loss_value(
-        self, plan: Plan, state: StepState, results: StepResults, values: Sequence[Any]
+        self, entry: Entry, state: StepState, results: StepResults, values: Sequence[Any]
     ) -> Tensor:
         assert results.loss is not None
-        if not plan.dag.training:
+        if not entry.plan.dag.training:
             return results.loss
-        program = plan.programs[state.rank]
-        targets = [values[position] for position, _ in program.grads]
+        targets = [values[position] for position, _ in entry.executor.program.grads]
         records = [record_of(target) for target in targets]
         taking = [
             record.stepped(target) if record is not None else target
             for target, record in zip(targets, records, strict=True)
         ]
-        layouts = plan.layouts(state.rank)
-        put = [p in layouts and not layouts[p].reduced for p, _ in program.grads]
 
         def deliver(grads: list[Tensor]) -> list[Tensor | None]:
-            return _deliver(state, grads, records, put)
+            return _deliver(state, grads, records, entry.is_later)
 
         return attach(state, results.loss, taking, list(results.grads), deliver)
 
@@ -504,22 +505,23 @@ def _deliver(
     state: StepState,
     grads: Sequence[Tensor],
     records: Sequence[Record | None],
-    put: Sequence[bool],
+    is_later: Sequence[bool],
 ) -> list[Tensor | None]:
     """What autograd gets: each gradient with what earlier steps put off, unless it is put off."""
-    for grad, record, later in zip(grads, records, put, strict=True):
-        if later and record is not None:
-            put_off(record, grad)
-    known = [(i, r) for i, r in enumerate(records) if r is not None and not put[i]]
-    added = settle(state, [record for _, record in known])
-    earlier = {known[k][0]: value for k, value in added.items()}
+    settling = [
+        r for r, later in zip(records, is_later, strict=True) if r is not None and not later
+    ]
+    earlier = settle(state, settling)
     found: list[Tensor | None] = []
-    for i, (grad, record) in enumerate(zip(grads, records, strict=True)):
-        if put[i]:
+    for grad, record, later in zip(grads, records, is_later, strict=True):
+        if record is None:
+            found.append(grad)
+        elif later:
+            put_off(record, grad)
             found.append(None)
-            continue
-        total = grad.add_(earlier[i]) if i in earlier else grad
-        found.append(record.block.gradient(total) if record and record.block else total)
+        else:
+            total = grad.add_(earlier[record.name]) if record.name in earlier else grad
+            found.append(record.block.gradient(total) if record.block is not None else total)
     return found
 
 

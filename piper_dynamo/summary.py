@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.ops import block_spec
-from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.program import REDUCTIONS, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.ir.task import RegionId, TaskName
 
@@ -115,7 +115,7 @@ def _parameters(program: RankProgram, args: Sequence[Arg]) -> tuple[int, int, in
 
 
 def _is_reduction(instr: Instr) -> bool:
-    return instr.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) and instr.task != _LOSS
+    return instr.op in REDUCTIONS and instr.task != _LOSS
 
 
 def _moved(instr: Instr) -> int:
@@ -123,7 +123,7 @@ def _moved(instr: Instr) -> int:
     size = len(instr.group)
     match instr.op:
         case Op.ALL_GATHER:
-            return sum(size * block_spec(spec, size).nbytes for spec in instr.specs)
+            return sum(instr.nbytes)
         case Op.REDUCE_SCATTER:
             return sum(size * spec.nbytes for spec in instr.specs)
         case _:

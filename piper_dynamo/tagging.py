@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
-from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.joint import ENTRY, PREFIX
+from piper_dynamo.ir.spec import module_paths
 
 
 def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) -> None:
@@ -30,7 +30,7 @@ def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) ->
     used: set[str] = set()
     for graph in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
         for node in graph.graph.nodes:
-            stack = _module_paths(node)
+            stack = module_paths(node)
             paths.update(stack)
             tags: dict[str, int] = {}
             for path in stack:  # outermost first: deeper modules overwrite
@@ -55,12 +55,3 @@ def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) ->
                 hint="patterns are fnmatch patterns over module paths, as in model.named_modules()",
             )
         )
-
-
-def _module_paths(node: Node) -> list[str]:
-    """Paths of the modules a node was traced in, outermost first, without the name of the root."""
-    found = []
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-        _, bracket, inner = path.partition("]")
-        found.append((inner if bracket else path).lstrip("."))
-    return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperTimeoutError
-from piper_dynamo.ir.program import Group
+from piper_dynamo.ir.program import Group, copy_groups
 
 POLL_S = 0.002
 STATE = "state"  # the stream of what is said about parameters outside of programs
@@ -200,14 +200,9 @@ class TorchCommunicator:
         """See `Communicator`."""
         key = (tuple(groups), device)
         if key not in self._meshes:
-            (row,) = [g for g in groups if self.rank in g]
-            columns = [tuple(column) for column in zip(*groups, strict=True)]
-            (column,) = [c for c in columns if self.rank in c]
-            found = [self._groups[STATE, row]]
-            if len(groups) > 1:
-                found.insert(0, self._groups[STATE, column])
-            table = [list(g) for g in groups] if len(groups) > 1 else list(row)
-            self._meshes[key] = compat.mesh_of(table, self.rank, device, found)
+            mine = [g for g in (*copy_groups(key[0]), *groups) if self.rank in g]
+            found = [self._groups[STATE, group] for group in mine]
+            self._meshes[key] = compat.mesh_of(groups, self.rank, device, found)
         return self._meshes[key]
 
     def abandon(self) -> None:

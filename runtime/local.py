@@ -253,8 +253,7 @@ class LocalCommunicator:
 
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """See `Communicator`."""
-        table = [list(g) for g in groups] if len(groups) > 1 else list(groups[0])
-        return compat.mesh_of(table, self.rank, device, [])
+        return compat.mesh_of(groups, self.rank, device, [])
 
     def abandon(self) -> None:
         """See `Communicator`."""

@@ -25,7 +25,8 @@ LOOP3ON2: Placement = {0: [0], 1: [1], 2: [0]}
 
 CLIP = 0.05
 STEPS = 3
-OPTIMIZERS: tuple[Callable[[Iterable[Tensor]], torch.optim.Optimizer], ...] = (
+Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: tuple[Optimizer, ...] = (
     lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9),
     lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
 )
@@ -174,10 +175,12 @@ def train(
     *,
     clip: float = CLIP,
     loss_of: Callable[[Any], Tensor] = lambda output: output,
+    optimizers: Sequence[Optimizer] = OPTIMIZERS,
+    held_by: "Callable[[Any], dict[str, Tensor]] | None" = None,
 ) -> Trace:
-    """The same run of a compiled step, on this rank."""
+    """The same run of a compiled step, on this rank; `held_by` says what it has of parameters."""
     trace = Trace()
-    for make in OPTIMIZERS:
+    for make in optimizers:
         optimizer = make(piper.parameters(step))
         for batch in batches:
             loss = loss_of(step(*batch))
@@ -186,7 +189,7 @@ def train(
             trace.norms.append(float(piper.clip_grad_norm_(step, clip)))
             optimizer.step()
             optimizer.zero_grad()
-    trace.params.update(held(step))
+    trace.params.update((held_by or held)(step))
     return trace
 
 
@@ -253,3 +256,22 @@ def check_grads(ranks: Sequence[dict[str, Tensor]], want: nn.Module) -> None:
     for rank, got in enumerate(ranks):
         for name, grad in got.items():
             close(grad, expected[name], f"rank {rank}: gradient of {name}")
+
+
+def touched(
+    touches: Mapping[str, Callable[[nn.Module], Any]],
+    model: nn.Module,
+    kind: type[Exception] = piper.PiperAbsentError,
+) -> dict[str, str]:
+    """What each touch of a model was told, or that it was told nothing, or by another error."""
+    found = {}
+    for name, touch in touches.items():
+        try:
+            touch(model)
+        except kind as error:
+            found[name] = str(error)
+        except Exception as error:
+            found[name] = f"{type(error).__name__} instead: {error}"
+        else:
+            found[name] = "nothing raised"
+    return found

@@ -5,7 +5,7 @@ of D is given the r-th of D equal parts. A rank's *shard* of a parameter is the 
 that `torch.chunk` makes along dim 0, which may be fewer than D: the others are empty.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Op, RankProgram
 from tests import jobs
-from tests.jobs import CLIP, STEPS, Placement, Trace
+from tests.jobs import CLIP, STEPS, Optimizer, Placement, Trace
 from tests.models import Stack4, fill, rows, tok, weights
 
 PAIR: Placement = {0: [0, 1]}
@@ -46,7 +46,7 @@ def levels(*quick: int) -> list[Any]:
 FEW_LEVELS = levels(1, 3)
 LAST_LEVEL = levels(3)  # the most is done here
 
-OPTIMIZERS: tuple[Callable[[Iterable[Tensor]], torch.optim.Optimizer], ...] = (
+OPTIMIZERS: tuple[Optimizer, ...] = (
     lambda params: torch.optim.SGD(params, lr=1.0),
     lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=True),
 )
@@ -208,18 +208,7 @@ def part_of(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor
 
 def train(step: Any, batches: Sequence[tuple[Any, ...]]) -> Trace:
     """Clipped steps with each optimizer in turn; leaves this rank's shards."""
-    trace = Trace()
-    for make in OPTIMIZERS:
-        optimizer = make(piper.parameters(step))
-        for batch in batches:
-            loss = step(*batch)
-            loss.backward()
-            trace.losses.append(loss.item())
-            trace.norms.append(float(piper.clip_grad_norm_(step, CLIP)))
-            optimizer.step()
-            optimizer.zero_grad()
-    trace.params.update(held(step))
-    return trace
+    return jobs.train(step, batches, optimizers=OPTIMIZERS, held_by=held)
 
 
 def run(

@@ -46,17 +46,7 @@ def test_touching_an_absent_parameter_names_it_its_holder_and_the_way_out() -> N
         piper.compile(model, jobs.strategy(LINE2, 2), example_inputs=rows(8))
         if piper.rank() == 0:
             return {}
-        found = {}
-        for name, touch in TOUCHES.items():
-            try:
-                touch(model)
-            except piper.PiperAbsentError as error:
-                found[name] = str(error)
-            except Exception as error:
-                found[name] = f"{type(error).__name__} instead: {error}"
-            else:
-                found[name] = "nothing raised"
-        return found
+        return jobs.touched(TOUCHES, model)
 
     _, found = jobs.run_ranks(job, 2)
     wrong = {

@@ -9,9 +9,7 @@ of its replicas' are there; no block of a parameter is read but by its gather.
 
 from collections.abc import Sequence
 
-from piper_dynamo.ir.program import Instr, Op, RankProgram
-
-REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
+from piper_dynamo.ir.program import REDUCTIONS, Instr, Op, RankProgram
 
 
 def check_reductions(programs: Sequence[RankProgram]) -> list[str]:

@@ -18,6 +18,7 @@ from torch.fx.node import Argument, Node
 
 from piper_dynamo.ir.chunk import Chunk, runnable
 from piper_dynamo.ir.joint import Arg, Output
+from piper_dynamo.ir.program import copy_groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 
@@ -45,6 +46,14 @@ class Layout:
     keep: str | int
     reduced: bool
     where: str
+
+    def reduced_over(self, devices: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+        """The ranks over which the gradient is summed, by the collective that does it."""
+        if not self.shard_groups:
+            return {"all_reduce": devices}
+        found = {"reduce_scatter": next(g for g in self.shard_groups if rank in g)}
+        copies = [g for g in copy_groups(self.shard_groups) if rank in g]
+        return found | ({"all_reduce": copies[0]} if copies else {})
 
 
 @dataclass(slots=True, kw_only=True)

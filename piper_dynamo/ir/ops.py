@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from piper_dynamo.errors import PiperError
+from piper_dynamo.ir.program import Groups
 from piper_dynamo.ir.spec import TensorSpec
 
 
@@ -68,9 +69,6 @@ def send(value: Tensor, *, source: tuple[int, ...], target: tuple[int, ...]) -> 
 def recv(sent: Tensor) -> Tensor:
     """The value of a `send`, on its target."""
     raise _only_in_programs("recv")
-
-
-Groups = tuple[tuple[int, ...], ...]  # a rank takes part in the group that names it
 
 
 def all_reduce(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:

@@ -41,7 +41,18 @@ class Op(StrEnum):
 
 
 COLLECTIVES = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL})
+REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
 Group = tuple[str, tuple[int, ...]]  # a communicator: a stream, and the ranks on it
+Groups = tuple[tuple[int, ...], ...]  # a rank takes part in the group that names it
+
+
+def copy_groups(shard_groups: Groups) -> Groups:
+    """The ranks that hold the same block, for each block; none where there is one copy.
+
+    Args:
+        shard_groups: The ranks that hold the blocks of one copy, in row order, for each copy.
+    """
+    return tuple(zip(*shard_groups, strict=True)) if len(shard_groups) > 1 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Shape, dtype and size of a value, and where in the user's source a node comes from."""
+"""Shape, dtype and size of a value, and where in the user's source and model a node is from."""
 
 import re
 from collections.abc import Sequence
@@ -85,3 +85,12 @@ def user_line(node: Node | None) -> str:
         return ""
     frames = [m for line in str(trace).splitlines() if (m := _FRAME.match(line))]
     return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
+
+
+def module_paths(node: Node) -> list[str]:
+    """Paths of the modules a node was traced in, outermost first, without the name of the root."""
+    found = []
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        _, bracket, inner = path.partition("]")
+        found.append((inner if bracket else path).lstrip("."))
+    return found

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperPlanError, format_error, join_faults
-from piper_dynamo.ir.contributions import REDUCTIONS, check_gathers, check_reductions
+from piper_dynamo.ir.contributions import check_gathers, check_reductions
 from piper_dynamo.ir.cycle import find_cycle
-from piper_dynamo.ir.program import COLLECTIVES, Group, Instr, Op, RankProgram
+from piper_dynamo.ir.program import COLLECTIVES, REDUCTIONS, Group, Instr, Op, RankProgram
 
 
 def verify(programs: Sequence[RankProgram]) -> None:
