@@ -350,8 +350,10 @@ def mesh_of(
     """
     table = torch.tensor(rows if len(rows) > 1 else rows[0])
     if groups:
-        given: Any = list(groups) if len(groups) > 1 else groups[0]
-        return DeviceMesh.from_group(given, device, mesh=table if len(groups) > 1 else None)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], device)
+        names = ("copy", "shard")
+        return DeviceMesh.from_group(list(groups), device, mesh=table, mesh_dim_names=names)
     return DeviceMesh(device, table, _init_backend=False, _rank=rank)
 
 
