@@ -1,4 +1,4 @@
-"""Chunks compiled: operator by operator ("aten"), or fused by inductor.
+"""Chunks compiled: operator by operator ("aten", see aten.py), or fused by inductor.
 
 A compiled chunk takes one list, which it empties, and returns its outputs in order. Equal chunks
 are compiled once per process; inductor's results are kept on disk under `PIPER_CACHE_DIR` (or
@@ -15,9 +15,12 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.ir.chunk import Chunk, copied, runnable
 from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.lowering.aten import runnable_graph
 
 log = logging.getLogger("piper.chunks")
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
+
+ADDING = "aten, adding"  # the form of a chunk that adds to sums
 
 _compiled: dict[tuple[str, str], ChunkFn] = {}
 
@@ -29,7 +32,7 @@ def compile_chunks(
 
     Args:
         chunks: What to compile.
-        mode: "aten" or "inductor".
+        mode: "aten", "inductor", or ADDING.
         progress: Called with the number compiled and the number to compile.
     """
     missing = {c.key: c for c in chunks.values() if (mode, c.key) not in _compiled}
@@ -37,18 +40,15 @@ def compile_chunks(
         if progress is not None:
             progress(count, len(missing))
         start = time.perf_counter()
-        _compiled[mode, key] = _inductor(chunk) if mode == "inductor" else _aten(chunk)
+        if mode == "inductor":
+            _compiled[mode, key] = _inductor(chunk)
+        else:
+            graph = runnable_graph(chunk, adding=mode == ADDING)
+            _compiled[mode, key] = runnable(graph).forward
         log.info("chunk %s compiled (%s) in %.2f s", key, mode, time.perf_counter() - start)
     if progress is not None and missing:
         progress(len(missing), len(missing))
     return {name: _compiled[mode, chunk.key] for name, chunk in chunks.items()}
-
-
-def _aten(chunk: Chunk) -> ChunkFn:
-    """Python code that calls the operators in order and drops each value after its last use."""
-    graph = copied(chunk.graph)
-    graph.set_codegen(compat.boxed_codegen())
-    return runnable(graph).forward
 
 
 def _inductor(chunk: Chunk) -> ChunkFn:

@@ -127,10 +127,12 @@ def _run_lines(instr: Instr) -> list[str]:
     primals = ", ".join(instr.inputs[: instr.num_primals])
     tangents = ", ".join(instr.inputs[instr.num_primals :])
     args = f"[{primals}]"
-    if instr.bundle_in or tangents:
+    if instr.bundle_in or tangents or instr.adds:
         args += f", {instr.bundle_in or 'None'}"
-    if tangents:
+    if tangents or instr.adds:
         args += f", [{tangents}]"
+    if instr.adds:
+        args += f", [{', '.join(instr.sums)}]"
     written = list(instr.writes())
     call = f"{instr.target}({args})"
     comment = _comment(instr)

@@ -112,7 +112,9 @@ def _run(
     flat = [*inputs[: instr.num_primals], *bundle, *inputs[instr.num_primals :]]
     made: list[int] = []
     for i, (share, spec) in enumerate(zip(chunk.shares, chunk.outputs, strict=True)):
-        if share >= 0:
+        if i in instr.adds:
+            made.append(held[instr.outputs[i]][0])
+        elif share >= 0:
             made.append(flat[share])
         elif share == -1 - i:
             made.append(blocks.new(spec.nbytes if spec is not None else 0))

@@ -32,6 +32,7 @@ from piper_dynamo.lowering.lower import finish, lower
 from piper_dynamo.lowering.memory import free_dead, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
+from piper_dynamo.lowering.sums import add_in_chunks
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
@@ -373,10 +374,20 @@ def make_plan(
     world_size: int,
     dims: dict[int, int],
     *,
+    compile_mode: str,
     outputs_everywhere: bool = False,
     sync: bool = True,
 ) -> Plan:
     """Apply a strategy to a captured model, lower it and prove the result safe.
+
+    Args:
+        template: The captured model.
+        strategy: What to apply.
+        world_size: To how many ranks.
+        dims: Batch dim of each sliced argument, by position.
+        compile_mode: How chunks will run: those run operator by operator add gradients themselves.
+        outputs_everywhere: Whether every rank gets the outputs.
+        sync: Whether gradients are reduced over replicas in this step.
 
     Raises:
         PiperPlanError: The strategy cannot be applied, or the plan is unsafe.
@@ -406,7 +417,7 @@ def make_plan(
     run_passes(dag, rest, check_values=check, done=len(first), total=NUM_PASSES)
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
-    programs = lower_all(dag, world_size)
+    programs = lower_all(dag, world_size, adding=compile_mode == "aten")
     if callable(split.loss):
         check_weight_inputs(split.loss, programs, template.capture.args)
     verify(programs)
@@ -478,7 +489,11 @@ def check_two_programs(dag: Dag, world_size: int) -> None:
 
 
 def lower_all(
-    dag: Dag, world_size: int, order: dict[tuple[int, ...], list[Node]] | None = None
+    dag: Dag,
+    world_size: int,
+    order: dict[tuple[int, ...], list[Node]] | None = None,
+    *,
+    adding: bool = False,
 ) -> tuple[RankProgram, ...]:
     """Lower a distributed DAG to every rank's program.
 
@@ -486,6 +501,7 @@ def lower_all(
         dag: The DAG.
         world_size: How many ranks.
         order: Every device group's tasks in the order they run; None: as `schedule` finds it.
+        adding: Whether chunks may add gradients to their sums.
     """
     order = schedule(dag) if order is None else order
     if dag.training and dag.loss is None:
@@ -498,7 +514,8 @@ def lower_all(
     drain_sends(drafts)
     programs = []
     for draft in drafts:
-        program = free_dead(finish(dag, draft, world_size))
+        program = finish(dag, draft, world_size)
+        program = free_dead(add_in_chunks(program, dag.chunks) if adding else program)
         programs.append(replace(program, peak_bytes=peak_bytes(program, dag.chunks)))
     return tuple(programs)
 

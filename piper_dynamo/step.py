@@ -27,7 +27,7 @@ from piper_dynamo.errors import (
 )
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.program import RankProgram
-from piper_dynamo.lowering.chunks import compile_chunks
+from piper_dynamo.lowering.chunks import ADDING, compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.emulate import emulated_chunk, modelled_seconds
 from piper_dynamo.options import Options
@@ -190,6 +190,7 @@ class CompiledStep:
                 strategy,
                 world_size,
                 dims,
+                compile_mode=self._options.compile_for(values),
                 outputs_everywhere=self._options.outputs == "everywhere",
                 sync=self._sync(values),
             )
@@ -240,11 +241,14 @@ class CompiledStep:
                 functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
             else:
                 functions = compile_chunks(wanted, self._options.compile_for(values))
+            summing = {i.target for i in program.instrs if i.adds}
+            adding = compile_chunks({name: wanted[name] for name in summing}, ADDING)
             chunks = {
                 name: BoundChunk(
                     fn=functions[name],
                     num_results=chunk.num_results,
                     gives_bundle=len(chunk.outputs) > chunk.num_results,
+                    adding=adding.get(name),
                 )
                 for name, chunk in wanted.items()
             }

@@ -42,39 +42,48 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundChunk:
-    """A compiled chunk and the form of its outputs."""
+    """A compiled chunk and the form of its outputs.
+
+    Attributes:
+        fn: The code.
+        num_results: How many outputs come before the bundle.
+        gives_bundle: Whether it leaves one.
+        adding: The code that also takes sums, last, and adds to them; None where none is needed.
+    """
 
     fn: ChunkFn
     num_results: int
     gives_bundle: bool
+    adding: ChunkFn | None = None
 
 
 def call_chunk(chunk: BoundChunk) -> Callable[..., Sequence[Any]]:
-    """A chunk as programs call it: `[results..., bundle] = chunk([primals], bundle, [tangents])`.
+    """A chunk as programs call it.
 
-    The lists are emptied, so a value that the program does not hold either dies at its last use
-    inside the chunk.
+    `[results..., bundle] = chunk([primals], bundle, [tangents], [sums])`: the lists are emptied, so
+    a value that the program does not hold either dies at its last use inside the chunk.
     """
-    fn, count = chunk.fn, chunk.num_results
-
-    def with_bundle(
-        primals: list[Any], bundle: list[Any] | None = None, tangents: Sequence[Any] = ()
-    ) -> Sequence[Any]:
-        if bundle is not None:
-            primals += bundle
-            bundle.clear()
-        primals += tangents
-        outputs = fn(primals)
-        return [*outputs[:count], list(outputs[count:])]
+    plain, adding, count = chunk.fn, chunk.adding, chunk.num_results
 
     def without_bundle(
-        primals: list[Any], bundle: list[Any] | None = None, tangents: Sequence[Any] = ()
+        primals: list[Any],
+        bundle: list[Any] | None = None,
+        tangents: Sequence[Any] = (),
+        sums: Sequence[Any] = (),
     ) -> Sequence[Any]:
         if bundle is not None:
             primals += bundle
             bundle.clear()
         primals += tangents
-        return fn(primals)
+        if not sums:
+            return plain(primals)
+        assert adding is not None
+        primals += sums
+        return adding(primals)
+
+    def with_bundle(*args: Any) -> Sequence[Any]:
+        outputs = without_bundle(*args)
+        return [*outputs[:count], list(outputs[count:])]
 
     return with_bundle if chunk.gives_bundle else without_bundle
 

@@ -20,7 +20,7 @@ from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.channels import LOOK_AHEAD, post_receives
-from piper_dynamo.lowering.chunks import compile_chunks
+from piper_dynamo.lowering.chunks import ADDING, compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.lower import Draft
 from piper_dynamo.lowering.memory import bytes_over_time
@@ -438,12 +438,15 @@ def test_predicted_bytes_are_those_of_a_run(case: str):
     )
     (program,) = plan.programs
     functions = compile_chunks(plan.chunks, "aten")
+    adding = compile_chunks(plan.chunks, ADDING)
+    assert any(instr.adds for instr in program.instrs)
     chunks = {
         name: call_chunk(
             BoundChunk(
                 fn=functions[name],
                 num_results=chunk.num_results,
                 gives_bundle=len(chunk.outputs) > chunk.num_results,
+                adding=adding[name],
             )
         )
         for name, chunk in plan.chunks.items()

@@ -83,7 +83,7 @@ class _Contributions:
         first = writers[0]
         match first.op:
             case Op.ACCUMULATE:
-                return self._sum(rank, reg, [w.inputs[-1] for w in writers])
+                return self._sum(rank, reg, writers)
             case Op.ADD:
                 return self._join(reg, [(rank, part) for part in first.inputs])
             case Op.WAIT if first.peer >= 0:
@@ -93,9 +93,13 @@ class _Contributions:
             case _:
                 return frozenset({rank})
 
-    def _sum(self, rank: int, reg: str, parts: Sequence[str]) -> frozenset[int]:
+    def _sum(self, rank: int, reg: str, writers: Sequence[Instr]) -> frozenset[int]:
         """Parts of different tasks: each has the same ranks' contributions."""
-        found = [self.of(rank, part) for part in parts]
+        parts = [w.inputs[-1] if w.op is Op.ACCUMULATE else w.task for w in writers]
+        found = [
+            self.of(rank, w.inputs[-1]) if w.op is Op.ACCUMULATE else frozenset({rank})
+            for w in writers
+        ]
         odd = next((i for i, one in enumerate(found) if one != found[0]), None)
         if odd is not None:
             self.faults.append(

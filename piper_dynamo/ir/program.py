@@ -67,6 +67,7 @@ class Instr:
         inputs: Registers it reads. RUN: primals then tangents. ACCUMULATE: the sum (if it
             exists), then the part.
         target: RUN: name of the chunk.
+        adds: RUN: which outputs are added into sums; these registers exist before.
         bundle_in: RUN: register of the bundle it takes and empties.
         bundle_out: RUN: register of the bundle it leaves.
         num_primals: RUN: how many of the inputs come before the bundle.
@@ -89,6 +90,7 @@ class Instr:
     outputs: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     target: str = ""
+    adds: tuple[int, ...] = ()
     bundle_in: str = ""
     bundle_out: str = ""
     num_primals: int = 0
@@ -110,9 +112,19 @@ class Instr:
         """Of a collective: concurrent streams never share one."""
         return (self.stream, self.group)
 
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Registers whose value it adds to."""
+        if self.op is Op.ACCUMULATE:
+            return self.inputs[:-1]
+        return tuple(self.outputs[i] for i in self.adds)
+
     def reads(self) -> tuple[str, ...]:
-        """Every register it reads, its bundle included."""
-        return (*self.inputs, self.bundle_in) if self.bundle_in else self.inputs
+        """Every register it reads, its bundle and sums included."""
+        more = (self.bundle_in,) if self.bundle_in else ()
+        if self.op is Op.RUN:
+            more += self.sums
+        return self.inputs + more
 
     def writes(self) -> tuple[str, ...]:
         """Every register it writes, its bundle included."""
@@ -164,7 +176,7 @@ def _plain(value: Any) -> Any:
 
 _REGISTER = re.compile(r"\w+")
 _NUMBERS = ("num_primals", "peer", "message", "part", "parts", "dim")
-_LISTS = ("group", "nbytes", "seed")
+_LISTS = ("group", "nbytes", "seed", "adds")
 
 
 def _rich(key: str, value: Any) -> Any:

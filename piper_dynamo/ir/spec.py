@@ -54,6 +54,17 @@ class TensorSpec:
             for size, have, need in zip(self.shape, self.stride, want, strict=True)
         )
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill their memory, in any order of the dims."""
+        want = 1
+        dims = [d for d in zip(self.stride, self.shape, strict=True) if d[1] != 1]
+        for stride, size in sorted(dims):
+            if stride != want:
+                return False
+            want *= size
+        return True
+
     def contiguous(self) -> "TensorSpec":
         """The same tensor laid out in row-major order."""
         return replace(self, stride=contiguous_stride(self.shape))

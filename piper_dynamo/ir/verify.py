@@ -77,7 +77,7 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
                 alive -= set(instr.inputs)
                 continue
             for reg in instr.writes():
-                if reg in alive and reg != "_" and instr.op is not Op.ACCUMULATE:
+                if reg in alive and reg != "_" and reg not in instr.sums:
                     faults.append(
                         f"{where(programs, program.rank, index)}: {reg!r} is written twice"
                     )
@@ -95,9 +95,9 @@ def _check_sums(programs: Sequence[RankProgram]) -> list[str]:
         readers: dict[str, int] = {}
         results = program.results()
         for instr in program.instrs:
-            reads = instr.reads() if instr.op is not Op.FREE else ()
-            for reg in reads[-1:] if instr.op is Op.ACCUMULATE else reads:  # a sum reads itself
-                readers[reg] = readers.get(reg, 0) + 1
+            for reg in instr.reads() if instr.op is not Op.FREE else ():
+                if reg not in instr.sums:  # a sum reads itself
+                    readers[reg] = readers.get(reg, 0) + 1
         for index, instr in enumerate(program.instrs):
             added = instr.inputs if instr.op in REDUCTIONS else ()
             if instr.op is Op.ACCUMULATE:

@@ -1,0 +1,247 @@
+"""Chunks that run operator by operator, with as little memory traffic as their graphs allow.
+
+Three rewrites, each on a copy of a chunk's graph:
+
+- `simplify` drops operators that change nothing; results stay the same bit by bit.
+- `write_over` lets a pointwise operator write over an operand that dies there; the same bits.
+- `add_into` lets a matrix product that is a parameter's gradient add to the sum of the microbatches
+  before (one rounding less per element than adding afterwards).
+
+Signature: chunk -> a graph that runs; chunk -> which of its outputs can be added into sums.
+"""
+
+from torch import Tag, fx, ops
+from torch._ops import OpOverload
+from torch.fx.node import Node
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.ir.alias import drop_dead, is_random, root, viewed
+from piper_dynamo.ir.chunk import Chunk, copied
+from piper_dynamo.ir.spec import TensorSpec
+
+aten = ops.aten
+_COMMUTES = (aten.add.Tensor, aten.mul.Tensor)
+# Pointwise operators without an in-place form, which can be told where to write.
+_TOLD_WHERE = {
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+}
+_TURNED = aten.t.default
+
+_addable: dict[str, tuple[int, ...]] = {}
+
+
+def addable(chunk: Chunk) -> tuple[int, ...]:
+    """Which outputs are matrix products, turned or not, that the chunk uses for nothing else."""
+    if chunk.key not in _addable:
+        outputs = _outputs(chunk.graph)[: chunk.num_results]
+        _addable[chunk.key] = tuple(
+            i
+            for i, node in enumerate(outputs)
+            if outputs.count(node) == 1 and _product(node) is not None
+        )
+    return _addable[chunk.key]
+
+
+def runnable_graph(chunk: Chunk, *, adding: bool) -> fx.Graph:
+    """The chunk's graph as it runs: one list in, which it empties.
+
+    Args:
+        chunk: Which.
+        adding: Take the sums so far after the other inputs, in the order of `addable(chunk)`, and
+            give them back with the gradients added in place of these.
+    """
+    graph = copied(chunk.graph)
+    if adding:
+        add_into(graph, addable(chunk))
+    simplify(graph)
+    write_over(graph)
+    graph.set_codegen(compat.boxed_codegen())
+    return graph
+
+
+def add_into(graph: fx.Graph, positions: tuple[int, ...]) -> None:
+    """Add products into given sums.
+
+    rewrite:   w = a @ b ; return w   ->   s = placeholder ; s.addmm_(a, b) ; return s
+    requires:  `positions` as `addable` gives them
+    """
+    outputs = _outputs(graph)
+    inputs = graph.find_nodes(op="placeholder")
+    for position in positions:
+        old = outputs[position]
+        product = _product(old)
+        assert isinstance(old, Node)
+        assert product is not None
+        with graph.inserting_after(inputs[-1]):
+            total = graph.placeholder(f"into_{position}")  # a name that no operator has
+        total.meta = {"val": old.meta["val"]}
+        inputs.append(total)
+        with graph.inserting_before(product):
+            target = total
+            node = old
+            while node is not product:
+                target = graph.call_function(_TURNED, (target,))
+                target.meta = {"val": total.meta["val"].t()}
+                node = node.args[0]  # type: ignore[assignment]
+            added = graph.call_function(aten.addmm_.default, (target, *product.args))
+            added.meta = dict(product.meta)
+        outputs[position] = total
+    graph.output_node().args = (tuple(outputs),)
+    drop_dead(graph)
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Drop what gives its operand: a transposition of a transposition, a power of one."""
+    given = {root(node) for node in _outputs(graph) if isinstance(node, Node)}
+    for node in list(graph.nodes):
+        same = _same_as(node)
+        # An output keeps the memory that the chunk says it has.
+        if same is not None and (node.target is _TURNED or node not in given):
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    drop_dead(graph)
+
+
+def _same_as(node: Node) -> Node | None:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if node.target is aten.t.default and source.target is aten.t.default:
+        inner = source.args[0]
+        return inner if isinstance(inner, Node) else None
+    is_first_power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 1
+    return source if is_first_power and _spec(node) == _spec(source) else None
+
+
+def write_over(graph: fx.Graph) -> None:
+    """Let pointwise operators write over what dies there.
+
+    rewrite:   y = op(x, ...)   ->   y = op_(x, ...)
+    requires:  x is made in this graph, fills its memory, and has y's shape, strides and dtype;
+               nothing reads that memory later, nor does `op` through another view of it
+    keeps:     every value
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    memory = _Memory()
+    for node in graph.nodes:
+        memory.add(node, max((position[user] for user in node.users), default=position[node]))
+    for node in graph.nodes:
+        found = _written_over(node, memory, position[node])
+        if found is not None:
+            memory.hand_over(found, node)
+
+
+class _Memory:
+    """Whose memory each node is, and where each memory is read last."""
+
+    def __init__(self) -> None:
+        self._owner: dict[Node, Node] = {}
+        self._last: dict[Node, int] = {}
+
+    def add(self, node: Node, last: int) -> None:
+        """A node, whose value is read last at this place."""
+        base = viewed(node)
+        owner = self.of(base) if base is not None else node
+        self._owner[node] = owner
+        self._last[owner] = max(self._last.get(owner, 0), last)
+
+    def of(self, node: Node) -> Node:
+        """The node that made the memory."""
+        while (owner := self._owner[node]) is not node:
+            self._owner[node] = self._owner[owner]
+            node = owner
+        return node
+
+    def last(self, node: Node) -> int:
+        """Where anything reads this node's memory last."""
+        return self._last[self.of(node)]
+
+    def hand_over(self, old: Node, new: Node) -> None:
+        """`new` now lies in `old`'s memory."""
+        owner = self.of(old)
+        self._last[owner] = self._last[self.of(new)]
+        self._owner[self.of(new)] = owner
+
+
+def _written_over(node: Node, memory: _Memory, here: int) -> Node | None:
+    """Make `node` write over an operand, and say which; None where it cannot."""
+    target = node.target
+    if (
+        node.op != "call_function"
+        or not isinstance(target, OpOverload)
+        or Tag.pointwise not in target.tags
+        or is_random(node)
+    ):
+        return None
+    operands = node.all_input_nodes
+    for index, operand in enumerate(node.args[:2]):
+        if not isinstance(operand, Node) or not _may_take(operand, node, memory, here):
+            continue
+        if any(memory.of(o) is memory.of(operand) for o in operands if o is not operand):
+            continue  # another view of what it would write
+        if target in _TOLD_WHERE:
+            told, name = _TOLD_WHERE[target]
+            node.target = told
+            node.kwargs = {**node.kwargs, name: operand}
+            return operand
+        in_place = _in_place(target)
+        if in_place is None:
+            return None
+        if index == 1:
+            if target not in _COMMUTES or node.kwargs:
+                return None
+            node.args = (operand, node.args[0])
+        node.target = in_place
+        return operand
+    return None
+
+
+def _may_take(operand: Node, node: Node, memory: _Memory, here: int) -> bool:
+    owner = memory.of(operand)
+    have, want, whole = _spec(operand), _spec(node), _spec(owner)
+    return (
+        owner.op == "call_function"
+        and memory.last(operand) == here
+        and have is not None
+        and have == want
+        and whole is not None
+        and have.nbytes == whole.nbytes
+        and have.is_dense
+    )
+
+
+def _in_place(target: OpOverload) -> OpOverload | None:
+    """The operator's in-place form with the same arguments."""
+    packet = getattr(aten, target._schema.name.removeprefix("aten::") + "_", None)
+    overload = getattr(packet, target._overloadname, None)
+    if not isinstance(overload, OpOverload):
+        return None
+    ours, theirs = target._schema.arguments, overload._schema.arguments
+    same = [(a.name, str(a.type)) for a in ours] == [(a.name, str(a.type)) for a in theirs]
+    return overload if same else None
+
+
+def _product(node: object) -> Node | None:
+    """The matrix product of which `node` is the value, turned or not, and nobody else's."""
+    while isinstance(node, Node) and len(node.users) == 1:
+        if node.target is aten.mm.default:
+            return node
+        if node.target is not _TURNED:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _outputs(graph: fx.Graph) -> list[object]:
+    found = graph.output_node().args[0]
+    assert isinstance(found, tuple | list)
+    return list(found)
+
+
+def _spec(node: Node) -> TensorSpec | None:
+    value = node.meta.get("val")
+    return TensorSpec.of(value) if hasattr(value, "stride") else None
