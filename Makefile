@@ -18,15 +18,17 @@ endif
 
 # A candidate counts only if it runs: version managers leave names on the path that do not.
 CANDIDATES := python3.13 python3.12 python3.11 python3
+VENV_PYTHON ?= python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow bench-pipeline bench-zero lint format docs clean
+.PHONY: help env train test test-slow test-torch bench-pipeline bench-zero lint format docs clean
 
 help:
 	@echo "make env     create $(VENV) with everything that Piper and its tests need"
 	@echo "make train   train the example model: two pipeline ranks, real text (ARGS=... to piper train)"
 	@echo "make test    lint, then the tests (ARGS=... to pytest)"
 	@echo "make test-slow   the wide sweeps"
+	@echo "make test-torch TORCH=2.11.0   the tests with another torch, in an environment of its own"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (ARGS='--levels 3')"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
@@ -55,6 +57,17 @@ train: $(READY)
 
 test: lint
 	$(PY) -m pytest -m "not slow" $(ARGS)
+
+# Another torch than the tested one, in an environment of its own: make test-torch TORCH=2.11.0
+TORCH_VENV = .venv-torch-$(TORCH)
+
+test-torch:
+	@test -n "$(TORCH)" || { echo "name a version: make test-torch TORCH=2.11.0"; exit 2; }
+	@test -x $(TORCH_VENV)/bin/pytest || { \
+		echo "Setting up $(TORCH_VENV) (once; torch is a large download)"; \
+		$(VENV_PYTHON) -m venv $(TORCH_VENV) && \
+		$(TORCH_VENV)/bin/python -m pip install --quiet 'torch==$(TORCH)' -e '.[test]'; }
+	$(TORCH_VENV)/bin/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)

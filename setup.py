@@ -32,6 +32,7 @@ setup(
         "piper_dynamo",
         "piper_dynamo.ir",
         "piper_dynamo.lowering",
+        "piper_dynamo.moe",
         "piper_dynamo.passes",
         "piper_dynamo.runtime",
         "piper_dynamo.train",

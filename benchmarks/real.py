@@ -60,7 +60,7 @@ def eager(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]
         replace(config, schedule=theirs, compile="aten"),
         pairs,
     )
-    yield ratio_row("real", f"best: {ours} against {theirs}", best, 1.0, "eager torch")
+    yield ratio_row("real", f"best: {ours} against {theirs}", best, 0.97, "eager torch")
 
 
 def compiled(config: Config, pairs: int) -> Iterator[Row]:

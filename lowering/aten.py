@@ -10,7 +10,9 @@ Three rewrites, each on a copy of a chunk's graph:
 Signature: chunk -> a graph that runs; chunk -> which of its outputs can be added into sums.
 """
 
-from torch import Tag, fx, ops
+from typing import Any
+
+from torch import Tag, Tensor, fx, ops
 from torch._ops import OpOverload
 from torch.fx.node import Node
 
@@ -29,8 +31,6 @@ _TOLD_WHERE = {
     aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
 }
-_TURNED = aten.t.default
-
 _addable: dict[str, tuple[int, ...]] = {}
 
 
@@ -46,17 +46,17 @@ def addable(chunk: Chunk) -> tuple[int, ...]:
     return _addable[chunk.key]
 
 
-def runnable_graph(chunk: Chunk, *, adding: bool) -> fx.Graph:
+def runnable_graph(chunk: Chunk, adds: tuple[int, ...] = ()) -> fx.Graph:
     """The chunk's graph as it runs: one list in, which it empties.
 
     Args:
         chunk: Which.
-        adding: Take the sums so far after the other inputs, in the order of `addable(chunk)`, and
-            give them back with the gradients added in place of these.
+        adds: Outputs, some of `addable(chunk)`, that it adds into sums: it takes these after its
+            other inputs, in the same order, and gives them back in place of the outputs.
     """
     graph = copied(chunk.graph)
-    if adding:
-        add_into(graph, addable(chunk))
+    if adds:
+        add_into(graph, adds)
     simplify(graph)
     write_over(graph)
     graph.set_codegen(compat.boxed_codegen())
@@ -83,10 +83,10 @@ def add_into(graph: fx.Graph, positions: tuple[int, ...]) -> None:
         with graph.inserting_before(product):
             target = total
             node = old
-            while node is not product:
-                target = graph.call_function(_TURNED, (target,))
+            while (source := _turned(node)) is not None:
+                target = graph.call_function(aten.t.default, (target,))
                 target.meta = {"val": total.meta["val"].t()}
-                node = node.args[0]  # type: ignore[assignment]
+                node = source
             added = graph.call_function(aten.addmm_.default, (target, *product.args))
             added.meta = dict(product.meta)
         outputs[position] = total
@@ -100,7 +100,7 @@ def simplify(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         same = _same_as(node)
         # An output keeps the memory that the chunk says it has.
-        if same is not None and (node.target is _TURNED or node not in given):
+        if same is not None and (viewed(node) is not None or node not in given):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
     drop_dead(graph)
@@ -110,9 +110,8 @@ def _same_as(node: Node) -> Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
-    if node.target is aten.t.default and source.target is aten.t.default:
-        inner = source.args[0]
-        return inner if isinstance(inner, Node) else None
+    if _turned(node) is not None:
+        return _turned(source)
     is_first_power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 1
     return source if is_first_power and _spec(node) == _spec(source) else None
 
@@ -230,13 +229,27 @@ def _product(node: object) -> Node | None:
     while isinstance(node, Node) and len(node.users) == 1:
         if node.target is aten.mm.default:
             return node
-        if node.target is not _TURNED:
-            return None
-        node = node.args[0]
+        node = _turned(node)
     return None
 
 
-def _outputs(graph: fx.Graph) -> list[object]:
+def _turned(node: Node) -> Node | None:
+    """The matrix of which `node` is the transposition."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    spec = _spec(source)
+    if spec is None or len(spec.shape) != 2:
+        return None
+    swaps = (
+        node.target is aten.t.default
+        or (node.target is aten.transpose.int and (node.args[1] - node.args[2]) % 2)  # type: ignore[operator]
+        or (node.target is aten.permute.default and [d % 2 for d in node.args[1]] == [1, 0])  # type: ignore[operator, union-attr]
+    )
+    return source if swaps else None
+
+
+def _outputs(graph: fx.Graph) -> list[Any]:
     found = graph.output_node().args[0]
     assert isinstance(found, tuple | list)
     return list(found)
@@ -244,4 +257,4 @@ def _outputs(graph: fx.Graph) -> list[object]:
 
 def _spec(node: Node) -> TensorSpec | None:
     value = node.meta.get("val")
-    return TensorSpec.of(value) if hasattr(value, "stride") else None
+    return TensorSpec.of(value) if isinstance(value, Tensor) else None

@@ -20,35 +20,38 @@ from piper_dynamo.lowering.aten import runnable_graph
 log = logging.getLogger("piper.chunks")
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
 
-ADDING = "aten, adding"  # the form of a chunk that adds to sums
-
-_compiled: dict[tuple[str, str], ChunkFn] = {}
+_compiled: dict[tuple[str, str, tuple[int, ...]], ChunkFn] = {}
 
 
 def compile_chunks(
-    chunks: Mapping[str, Chunk], mode: str, progress: Callable[[int, int], None] | None = None
+    chunks: Mapping[str, Chunk],
+    mode: str,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    adds: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, ChunkFn]:
     """A callable per chunk name; chunks with one key share it, over all models of this process.
 
     Args:
         chunks: What to compile.
-        mode: "aten", "inductor", or ADDING.
+        mode: "aten" or "inductor".
         progress: Called with the number compiled and the number to compile.
+        adds: By chunk name, the outputs that are added into sums; "aten" only.
     """
-    missing = {c.key: c for c in chunks.values() if (mode, c.key) not in _compiled}
-    for count, (key, chunk) in enumerate(missing.items()):
+    forms = {name: (mode, chunk.key, (adds or {}).get(name, ())) for name, chunk in chunks.items()}
+    missing = {form: chunks[name] for name, form in forms.items() if form not in _compiled}
+    for count, (form, chunk) in enumerate(missing.items()):
         if progress is not None:
             progress(count, len(missing))
         start = time.perf_counter()
-        if mode == "inductor":
-            _compiled[mode, key] = _inductor(chunk)
+        if mode == "inductor" and not chunk.is_ragged:
+            _compiled[form] = _inductor(chunk)
         else:
-            graph = runnable_graph(chunk, adding=mode == ADDING)
-            _compiled[mode, key] = runnable(graph).forward
-        log.info("chunk %s compiled (%s) in %.2f s", key, mode, time.perf_counter() - start)
+            _compiled[form] = runnable(runnable_graph(chunk, form[2])).forward
+        log.info("chunk %s compiled (%s) in %.2f s", chunk.key, mode, time.perf_counter() - start)
     if progress is not None and missing:
         progress(len(missing), len(missing))
-    return {name: _compiled[mode, chunk.key] for name, chunk in chunks.items()}
+    return {name: _compiled[form] for name, form in forms.items()}
 
 
 def _inductor(chunk: Chunk) -> ChunkFn:

@@ -117,7 +117,15 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
             return [f"{outs[0]} = rt.concat([{', '.join(ins)}], {instr.dim})"]
         case Op.FREE:
             return [f"del {', '.join(ins)}"]
-        case Op.ALL_REDUCE | Op.REDUCE_SCATTER | Op.ALL_GATHER | Op.ALL_TO_ALL:
+        case (
+            Op.ALL_REDUCE
+            | Op.REDUCE_SCATTER
+            | Op.ALL_GATHER
+            | Op.ALL_TO_ALL
+            | Op.EXCHANGE_COUNTS
+            | Op.EXCHANGE
+            | Op.UNEXCHANGE
+        ):
             likes = ", ".join(_spec_name(spec, specs) for spec in instr.specs)
             values, group = ", ".join(ins), instr.communicator
             return [f"{outs[0]} = rt.{instr.op}([{values}], {group}, [{likes}])  # {instr.task}"]

@@ -8,17 +8,18 @@ Signature: DAG + order -> rank programs without posts, drains and frees, which `
 `memory.py` add.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx.node import Node
 
-from piper_dynamo.ir.graph import Dag, is_pick, producer, results_of, task_of
+from piper_dynamo.ir.graph import Dag, Layout, is_pick, producer, results_of, task_of
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.ir.task import COLLECTIVE_KINDS, Kind, Task
+from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Task
 
 _COLLECTIVES = {kind: Op(kind.value) for kind in COLLECTIVE_KINDS}
 
@@ -111,15 +112,29 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
         ),
         chunks=tuple(sorted(chunks.items())),
         replicas=tuple(
-            (p, layouts[p][0]) for _, p in state if p in layouts and layouts[p][1].reduced
-        ),
-        shards=tuple(
-            (p, group)
+            (p, layouts[p][1].sharers(rank) if layouts[p][1].is_local else layouts[p][0])
             for _, p in state
-            if p in layouts
-            for group in layouts[p][1].shard_groups
-            if rank in group
+            if p in layouts and layouts[p][1].reduced
         ),
+        shards=_blocks(state, layouts, rank, local=False),
+        experts=_blocks(state, layouts, rank, local=True),
+    )
+
+
+def _blocks(
+    state: list[tuple[str, int]],
+    layouts: Mapping[int, tuple[tuple[int, ...], Layout]],
+    rank: int,
+    *,
+    local: bool,
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The parameters of which a rank holds a block, and the ranks that hold one copy with it."""
+    return tuple(
+        (p, group)
+        for _, p in state
+        if p in layouts and layouts[p][1].is_local is local
+        for group in layouts[p][1].shard_groups
+        if rank in group
     )
 
 
@@ -167,7 +182,7 @@ class _Lowering:
         late = self._late(others)
         early = [n for n in others if n not in late]
         self.waiting = {
-            n: sum(1 for i in n.all_input_nodes if i.op != "placeholder")
+            n: sum(1 for i in n.all_input_nodes if i.op != "placeholder" and not _is_splits(i))
             + sum(1 for i in self.before.get(n, ()) if task_of(i).kind is Kind.COMPUTE)
             for n in early
         }
@@ -196,12 +211,13 @@ class _Lowering:
                 continue
             for source in node.all_input_nodes:
                 made = producer(source).meta.get("task")
-                if made is None:
+                if made is None or _is_splits(source):
                     continue
                 comes = made.kind is Kind.RECV or made.kind in _COLLECTIVES
                 if comes or producer(source) in waits:
                     waits.add(node)
-        return {node for node in waits if task_of(node).kind is not Kind.ACCUMULATE}
+        at_once = ROW_EXCHANGES | {Kind.ACCUMULATE}
+        return {node for node in waits if task_of(node).kind not in at_once}
 
     def _compute(self, node: Node) -> None:
         task = task_of(node)
@@ -252,7 +268,7 @@ class _Lowering:
         """A value exists: run the early nodes it was the last input of; partial sums at once."""
         self.known.add(value)
         for user in sorted(value.users, key=self.position.__getitem__):
-            if user not in self.waiting:
+            if user not in self.waiting or _is_splits(value):
                 continue
             if task_of(user).kind is Kind.ACCUMULATE:
                 self._accumulate(user, value)
@@ -395,7 +411,7 @@ class _Lowering:
                     nbytes=new,
                     **common,
                 )
-            case Kind.ALL_REDUCE | Kind.ALL_GATHER | Kind.REDUCE_SCATTER | Kind.ALL_TO_ALL:
+            case _ if task.kind in COLLECTIVE_KINDS:
                 self._collective(node, task)
                 return
             case _:
@@ -459,6 +475,13 @@ class _Lowering:
         for pick in picks:
             if pick.users:
                 self._made(pick)
+
+
+def _is_splits(value: Node) -> bool:
+    """Whether a value is what an exchange of counts tells the exchanges of rows."""
+    if not is_pick(value) or value.args[1] != 1:
+        return False
+    return task_of(producer(value)).kind is Kind.EXCHANGE_COUNTS
 
 
 def _picks(node: Node) -> list[Node]:

@@ -5,7 +5,7 @@ The partial gradient then never exists, which saves its memory and one pass over
 Signature: rank program -> the same with fewer accumulations.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from piper_dynamo.ir.chunk import Chunk
@@ -17,41 +17,43 @@ def add_in_chunks(program: RankProgram, chunks: Mapping[str, Chunk]) -> RankProg
     """Let chunks add to sums.
 
     rewrite:   w = run(...) ; s = accumulate(s, w)   ->   s = run(..., s)
-    requires:  the chunk can add all of its products, all are added before the next chunk, and
-               nothing between reads or writes w or s
+    requires:  w is a product; it is added before the next chunk runs, and nothing between reads or
+               writes w or s; the chunk's other runs that add do the same
     keeps:     the order of the parts in each sum
     """
     instrs: list[Instr] = list(program.instrs)
-    dropped: set[int] = set()
+    found: dict[int, dict[int, int]] = {}  # by chunk run: where the output at a position is added
+    chosen: dict[str, set[int]] = {}  # by chunk: what all its runs can add
     for index, instr in enumerate(instrs):
         if instr.op is not Op.RUN:
             continue
-        positions = tuple(p for p in addable(chunks[instr.target]) if instr.outputs[p] != "_")
-        if positions != addable(chunks[instr.target]) or not positions:
-            continue
-        parts = {instr.outputs[p]: p for p in positions}
-        found = _accumulations(instrs, index, parts)
-        if len(found) != len(positions):
-            continue
+        mine = _accumulations(instrs, index, addable(chunks[instr.target]))
+        if mine:
+            found[index] = mine
+            chosen[instr.target] = chosen.get(instr.target, set(mine)) & set(mine)
+    dropped: set[int] = set()
+    for index, mine in found.items():
+        instr = instrs[index]
+        positions = sorted(chosen[instr.target])
         outputs = list(instr.outputs)
-        for at in found:
-            total, part = instrs[at].inputs
-            outputs[parts[part]] = total
-        instrs[index] = replace(instr, outputs=tuple(outputs), adds=positions)
-        dropped.update(found)
+        for position in positions:
+            outputs[position] = instrs[mine[position]].outputs[0]
+            dropped.add(mine[position])
+        instrs[index] = replace(instr, outputs=tuple(outputs), adds=tuple(positions))
     return replace(program, instrs=tuple(x for i, x in enumerate(instrs) if i not in dropped))
 
 
-def _accumulations(instrs: list[Instr], index: int, parts: Mapping[str, int]) -> list[int]:
-    """Where the parts that a chunk makes are added, before the next chunk."""
+def _accumulations(instrs: list[Instr], index: int, positions: Sequence[int]) -> dict[int, int]:
+    """Where these outputs of a chunk are added before the next chunk, untouched until then."""
+    parts = {instrs[index].outputs[p]: p for p in positions}
     touched: set[str] = set()
-    found = []
+    found: dict[int, int] = {}
     for at in range(index + 1, len(instrs)):
         instr = instrs[at]
         if instr.op is Op.RUN:
             break
         is_ours = instr.op is Op.ACCUMULATE and len(instr.inputs) == 2 and instr.inputs[1] in parts
         if is_ours and not touched & set(instr.inputs):
-            found.append(at)
+            found[parts[instr.inputs[1]]] = at
         touched.update(instr.reads(), instr.writes())
     return found

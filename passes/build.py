@@ -9,6 +9,7 @@ from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError
 from piper_dynamo.ir import ops
+from piper_dynamo.ir.alias import exchange_of, root
 from piper_dynamo.ir.graph import WEIGHT, Dag, call, pick, safe
 from piper_dynamo.ir.joint import ArgKind, Capture
 from piper_dynamo.ir.spec import TensorSpec
@@ -152,8 +153,23 @@ class _Builder:
                 self.graph, node, len(phase.results), f"bundle_{safe(str(region))}", None
             )
 
+    def _mark_borders(self) -> None:
+        """Say of values that cross a border by an exchange which it is, and by whose counts."""
+        for node in self.capture.graph.nodes:
+            kind = exchange_of(node)
+            if not kind:
+                continue
+            value, routing = node, node
+            if kind != "exchange_counts":
+                routing = root(node.args[1])
+            if kind == "unexchange":
+                value = node.args[0]
+            if value.name in self.values:
+                self.values[value.name].meta["border"] = (kind, routing.name)
+
     def finish(self) -> Dag:
         capture = self.capture
+        self._mark_borders()
         outputs = [self.values[o.node] if o.node is not None else None for o in capture.outputs]
         grads = {
             position: [self.partial[region, node.name] for region, node in found.items()]

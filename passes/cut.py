@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.node import Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from piper_dynamo.ir.alias import drop_dead, root
+from piper_dynamo.ir.alias import drop_dead, exchange_of, root
 from piper_dynamo.ir.chunk import runnable
 from piper_dynamo.ir.joint import Capture
 from piper_dynamo.ir.spec import TensorSpec, contiguous_stride
@@ -65,6 +65,8 @@ def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
         if node in regions.of:
             members[regions.of[node]].append(node)
     kept = {o.node for o in capture.outputs if o.node} | set(capture.buffers.values())
+    # Exchanges at borders need the counts, whether or not the experts' region reads them.
+    kept |= {n.name for n in capture.graph.nodes if exchange_of(n) == "exchange_counts"}
     partials: dict[RegionId, list[Node]] = {region: [] for region in regions.order}
     early: set[Node] = set()
     for position, found in regions.partials.items():

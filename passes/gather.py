@@ -62,7 +62,7 @@ class Gather:
         """Rewrite `dag` in place."""
         sharded: dict[Devices, dict[int, Layout]] = {}
         for (position, devices), layout in dag.layouts.items():
-            if layout.shard_groups:
+            if layout.shard_groups and not layout.is_local:
                 sharded.setdefault(devices, {})[position] = layout
         first = next(n for n in dag.graph.nodes if n.op != "placeholder")
         for devices, layouts in sharded.items():

@@ -9,7 +9,7 @@ replicated parameter. `gather.py` makes parameters whole again where they are us
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx.node import Node
@@ -30,7 +30,7 @@ from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.program import Groups, copy_groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
-from piper_dynamo.passes.select import region_misses
+from piper_dynamo.passes.select import along, region_misses
 
 Devices = tuple[int, ...]
 
@@ -55,25 +55,13 @@ class Replication:
 
     def covers(self, devices: Devices) -> bool:
         """Whether its axes number all these ranks."""
-        return self.axes is None or self._along(devices, self.axes) == (devices,)
+        return self.axes is None or along(self.mesh, devices, self.axes) == (devices,)
 
     def shard_groups(self, devices: Devices) -> Groups:
         """The ranks that hold the blocks of one copy of a parameter, for each copy."""
         if self.shard_axes is None:
             return (devices,)
-        return self._along(devices, self.shard_axes)
-
-    def _along(self, devices: Devices, axes: tuple[str, ...]) -> Groups:
-        """The devices grouped by their place on all other axes."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in devices:
-            place, left = [], rank
-            for name, size in reversed(tuple(zip(self.mesh.names, self.mesh.shape, strict=True))):
-                left, at = divmod(left, size)
-                if name not in axes:
-                    place.append(at)
-            found.setdefault(tuple(place), []).append(rank)
-        return tuple(tuple(group) for group in found.values())
+        return along(self.mesh, devices, self.shard_axes)
 
 
 class Replicate:
@@ -112,11 +100,16 @@ class Replicate:
                 dag.layouts[position, bucket.devices] = bucket.layout(
                     dag.args[position].spec, sync=self._sync
                 )
+            for position in bucket.experts:
+                layout = dag.layouts[position, bucket.devices]
+                dag.layouts[position, bucket.devices] = replace(layout, reduced=self._sync)
         if dag.training:
             gradients = _gradients(dag)
             for bucket in buckets:
                 if self._sync or bucket.how.zero >= 2:
                     _reduce(dag, bucket, gradients)
+                if self._sync:
+                    _reduce_experts(dag, bucket, gradients)
             _check_ties(dag)
         _reduce_loss(dag, buckets)
 
@@ -146,8 +139,11 @@ class Replicate:
                     "  hint  name every axis along which the region's ranks differ"
                 )
                 continue
-            positions = []
+            positions, experts = [], []
             for position in readers[region]:
+                if (position, devices) in dag.layouts:  # experts: `shard` has laid them out
+                    experts.append(position)
+                    continue
                 other, where = home.setdefault(position, (one, region))
                 if where == region:
                     positions.append(position)
@@ -157,8 +153,15 @@ class Replicate:
                         f"which are replicated differently: {other.label} and {one.label}"
                     )
             found.append(
-                _Bucket(devices=devices, region=region, positions=tuple(positions), how=one)
+                _Bucket(
+                    devices=devices,
+                    region=region,
+                    positions=tuple(positions),
+                    experts=tuple(dict.fromkeys(experts)),
+                    how=one,
+                )
             )
+            faults += _check_experts(dag, found[-1])
             if one.zero:
                 faults += [
                     f"parameter {dag.args[p].name!r} is not contiguous and cannot be sharded\n"
@@ -175,11 +178,20 @@ def _how(one: Replication) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
-    """The parameters that a region is the first to use on one device group."""
+    """The parameters that a region is the first to use on one device group.
+
+    Attributes:
+        devices: The group.
+        region: The region.
+        positions: Those that the group's ranks hold alike.
+        experts: Those of which each rank holds its own experts.
+        how: The directive.
+    """
 
     devices: Devices
     region: RegionId
     positions: tuple[int, ...]
+    experts: tuple[int, ...]
     how: Replication
 
     def layout(self, spec: TensorSpec | None, *, sync: bool) -> Layout:
@@ -257,6 +269,35 @@ def _reduce(dag: Dag, bucket: _Bucket, gradients: dict[tuple[int, Devices], Node
     if copies:
         shards = {p: n for p, n in reduced.items() if dag.layouts[p, bucket.devices].shard_groups}
         _all_reduce(dag, bucket, shards, copies, f"grads.{bucket.region}.copies")
+
+
+def _check_experts(dag: Dag, bucket: _Bucket) -> list[str]:
+    """Copies of experts are kept whole."""
+    copied = [
+        dag.args[p].name
+        for p in bucket.experts
+        if len(dag.layouts[p, bucket.devices].shard_groups) > 1
+    ]
+    if not copied or bucket.how.zero == 0:
+        return []
+    return [
+        f"{bucket.how.label}: zero={bucket.how.zero} for experts of which there are copies "
+        f"({', '.join(copied)}) is not supported\n"
+        "  hint  shard them over all ranks of their region, or replicate the expert region with "
+        "zero=0"
+    ]
+
+
+def _reduce_experts(dag: Dag, bucket: _Bucket, gradients: dict[tuple[int, Devices], Node]) -> None:
+    """Sum experts' gradients over the ranks that hold the same experts, and over no others."""
+    by_copies: dict[Groups, dict[int, Node]] = {}
+    for position in bucket.experts:
+        copies = copy_groups(dag.layouts[position, bucket.devices].shard_groups)
+        if copies and (position, bucket.devices) in gradients:
+            found = by_copies.setdefault(copies, {})
+            found[position] = gradients[position, bucket.devices]
+    for copies, values in by_copies.items():
+        _all_reduce(dag, bucket, values, copies, f"grads.{bucket.region}.experts")
 
 
 def _label(bucket: _Bucket, values: dict[int, Node]) -> str:

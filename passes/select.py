@@ -1,4 +1,4 @@
-"""Selecting tasks by filter, and what to say when a filter matches nothing."""
+"""Selecting tasks by filter, what to say when a filter matches nothing, and ranks by mesh axis."""
 
 import difflib
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from torch.fx.node import Node
 
 from piper_dynamo.ir.graph import Dag, task_of
+from piper_dynamo.ir.program import Groups
 
 
 def select(nodes: list[Node], wanted: Any) -> list[Node]:
@@ -17,6 +18,25 @@ def select(nodes: list[Node], wanted: Any) -> list[Node]:
         if name is not None and wanted.matches(name.tags):
             found.append(node)
     return found
+
+
+def along(mesh: Any, devices: tuple[int, ...], axes: tuple[str, ...]) -> Groups:
+    """The devices grouped by their place on all other axes of a mesh.
+
+    Args:
+        mesh: Anything with `names` and `shape`: it numbers the ranks, its last axis fastest.
+        devices: Ranks.
+        axes: Along which axes a group lies.
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in devices:
+        place, left = [], rank
+        for name, size in reversed(tuple(zip(mesh.names, mesh.shape, strict=True))):
+            left, at = divmod(left, size)
+            if name not in axes:
+                place.append(at)
+        found.setdefault(tuple(place), []).append(rank)
+    return tuple(tuple(group) for group in found.values())
 
 
 def describe_miss(wanted: Any, dag: Dag) -> str:

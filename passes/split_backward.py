@@ -64,6 +64,7 @@ def _split(dag: Dag, node: Node) -> None:
         assert whole is not None
         replacement = new[whole.results[int(str(old.args[1]))]]
         label = old.name
+        replacement.meta.update({k: v for k, v in old.meta.items() if k == "border"})
         old.replace_all_uses_with(replacement)
         dag.graph.erase_node(old)
         replacement._rename(label)

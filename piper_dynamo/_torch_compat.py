@@ -1,6 +1,7 @@
 """Every private or version-dependent name of torch that Piper uses (torch 2.11 - 2.14)."""
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -64,6 +65,7 @@ __all__ = [
     "no_torch_function",
     "output_nodes",
     "parameter_names",
+    "quiet_fake_tensors",
     "raise_recompile_limit",
     "reduce_scatter_single",
     "source_chain",
@@ -236,6 +238,17 @@ def unmark_dynamic() -> None:
         for name in names:
             if tensor is not None and hasattr(tensor, name):
                 delattr(tensor, name)
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Operators may fail on fake tensors here: that is told in another way than torch's log."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def boxed_codegen() -> Any:

@@ -22,9 +22,13 @@ from piper_dynamo.train.config import CHUNKS, DTYPES, Config, schedule_name
 _HELP = {
     "out": "Run folder; an earlier run's files in it are replaced.  [default: runs/<time>]",
     "steps": "Optimizer steps.",
-    "ranks": "Processes; follows from --pp and --dp.",
+    "ranks": "Processes; follows from --pp, --dp and --ep.",
     "pp": "Pipeline ranks.",
+    "model": "llama, or moe: DeepSeek-style experts in place of every MLP.",
     "dp": "Replicas of the pipeline, each on its share of the batch.",
+    "ep": "Replicas that share the experts of one copy, of --model moe.",
+    "experts": "Experts per layer of --model moe, beside a shared one.",
+    "top_k": "Experts that a token goes to.",
     "zero": "What replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.",
     "bucket_mb": "MiB of parameters that are gathered and reduced as one.  [default: a stage's]",
     "prefetch": "How many uses ahead a shard is gathered.",
@@ -99,7 +103,7 @@ def _config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "with --compare, max_rel_diff.",
 )
 def train(as_json: bool, **options: Any) -> None:
-    """Train a Llama-style model on the text of Python's standard library.
+    """Train a Llama-style model, or one with experts, on the text of Python's standard library.
 
     Starts its ranks on this machine; under torchrun it is one of the ranks.
     """

@@ -44,6 +44,7 @@ from piper_dynamo.passes.pipeline import GraphPass, run_passes
 from piper_dynamo.passes.place import Place, Placement
 from piper_dynamo.passes.regions import Regions, find_regions
 from piper_dynamo.passes.replicate import Replicate, Replication
+from piper_dynamo.passes.shard import Shard, Sharding
 from piper_dynamo.passes.split import Split, batch_dims
 from piper_dynamo.passes.split_backward import SplitBackward
 from piper_dynamo.passes.tie import Tie
@@ -52,8 +53,9 @@ from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective
 from piper_dynamo.strategy import Replicate as ReplicateDirective
-from piper_dynamo.strategy import Shard, Strategy
+from piper_dynamo.strategy import Shard as ShardDirective
 from piper_dynamo.strategy import Split as SplitDirective
+from piper_dynamo.strategy import Strategy
 from piper_dynamo.summary import summarize
 
 
@@ -202,7 +204,8 @@ class Plan:
             *((names[p], reg) for reg, p in (*program.state, *program.data)),
             *((names[p], reg) for p, reg in (*program.grads, *program.buffers)),
         ]
-        ranks = [(names[p], group) for p, group in (*program.replicas, *program.shards)]
+        held = (*program.replicas, *program.shards, *program.experts)
+        ranks = [(names[p], group) for p, group in held]
         rest = (program.loss, program.outputs, program.weights, program.tangents, program.chunks)
         instrs = (replace(i, where=os.path.basename(i.where)) for i in program.instrs)
         return "\n".join([repr((places, ranks, rest)), *map(str, instrs)])
@@ -222,7 +225,7 @@ class Plan:
         return self.summary()
 
 
-NUM_PASSES = 8  # of the table in docs/how-it-works.md; the second part needs the split DAG
+NUM_PASSES = 9  # of the table in docs/how-it-works.md; the second part needs the split DAG
 
 _templates: dict[tuple[Any, ...], Template] = {}
 
@@ -341,12 +344,26 @@ def replications(strategy: Strategy) -> list[Replication]:
     return found
 
 
+def shardings(strategy: Strategy) -> list[Sharding]:
+    """The strategy's Shards, with what they leave to Piper decided."""
+    return [
+        Sharding(
+            filter=one.filter,
+            label=f"{one!r} at {one.where}",
+            stream=one.stream or "ep",
+            axes=one.axes,
+            mesh=strategy.mesh,
+        )
+        for one in strategy.of(ShardDirective)
+    ]
+
+
 def refuse_unsupported(strategy: Strategy) -> None:
     """Refuse directives that this version does not apply, rather than ignore them."""
     faults = []
     for directive in strategy.directives:
-        if isinstance(directive, Shard):
-            faults.append(f"{directive!r} at {directive.where}")
+        if isinstance(directive, ShardDirective) and directive.capacity is not None:
+            faults.append(f"Shard(capacity={directive.capacity!r}) at {directive.where}")
         if isinstance(directive, OrderDirective) and directive.stream is not None:
             faults.append(f"Order(stream={directive.stream!r}) at {directive.where}")
     split = split_of(strategy)
@@ -362,7 +379,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
             format_error(
                 "the strategy asks for what this version does not do",
                 {"directives": "\n".join(faults)},
-                hint="supported: Split({}), Place, Replicate, Order",
+                hint="supported: Split({}), Place, Replicate, Shard without capacity, Order",
             )
         )
 
@@ -405,11 +422,12 @@ def make_plan(
         Placement(filter=p.filter, devices=tuple(p.devices), label=f"{p!r} at {p.where}")
         for p in strategy.of(PlaceDirective)
     ]
-    copies = replications(strategy)
+    copies, experts = replications(strategy), shardings(strategy)
     rest: list[GraphPass] = [
         SplitBackward(named_halves(orders, dag) if dag.training else set()),
-        Place(placements, world_size, sharers=copies),
+        Place(placements, world_size, sharers=[*copies, *experts]),
         Tie(),
+        Shard(experts),
         Replicate(copies, sync=sync),
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),

@@ -27,7 +27,7 @@ from piper_dynamo.errors import (
 )
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.program import RankProgram
-from piper_dynamo.lowering.chunks import ADDING, compile_chunks
+from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.emulate import emulated_chunk, modelled_seconds
 from piper_dynamo.options import Options
@@ -241,8 +241,8 @@ class CompiledStep:
                 functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
             else:
                 functions = compile_chunks(wanted, self._options.compile_for(values))
-            summing = {i.target for i in program.instrs if i.adds}
-            adding = compile_chunks({name: wanted[name] for name in summing}, ADDING)
+            adds = {i.target: i.adds for i in program.instrs if i.adds}
+            adding = compile_chunks({name: wanted[name] for name in adds}, "aten", adds=adds)
             chunks = {
                 name: BoundChunk(
                     fn=functions[name],

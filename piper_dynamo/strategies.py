@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import assert_never
 
-from piper_dynamo.directives import Keep, Loss, Place, Replicate, Rule, Split
+from piper_dynamo.directives import Keep, Loss, Place, Replicate, Rule, Shard, Split
+from piper_dynamo.mesh import Mesh
 from piper_dynamo.schedules import SCHEDULES, Shape
 from piper_dynamo.strategy import LossPath, Strategy
 from piper_dynamo.values import Faults, user_line
@@ -70,6 +71,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     bucket_mb: float | None = None,
     prefetch: int = 1,
     keep: Keep = "chunk",
+    expert_ranks: int = 1,
     inputs: Mapping[str, Rule] | None = None,
     combine: Loss = "mean",
     loss: LossPath | None = None,
@@ -87,6 +89,8 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         bucket_mb: Size of the pieces that are gathered and reduced.
         prefetch: How many uses ahead parameters are gathered.
         keep: How long gathered parameters stay.
+        expert_ranks: How many of the replicas share the experts (regions tagged "EP") of one copy;
+            a divisor of `replicas`.
         inputs: How each argument is split, see `Split`.
         combine: How the microbatches' losses combine, see `Split`.
         loss: Which output is the loss, see `Strategy`.
@@ -104,15 +108,28 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
     if replicas == 1 and bucket_mb is not None:
         faults.add("bucket_mb", bucket_mb, "needs replicas to reduce over; replicas is 1")
+    faults.whole("expert_ranks", expert_ranks, 1)
     faults.check()
+    if replicas % expert_ranks:
+        faults.add("expert_ranks", expert_ranks, f"must divide replicas={replicas}")
+        faults.check()
     devices = placement(schedule, ranks, stages, replicas=replicas)
-    how = Replicate({"PP": "*"}, zero=zero, bucket_mb=bucket_mb, prefetch=prefetch, keep=keep)
+    # Only copies of experts need axes; without them a group is all devices of a region.
+    copies = replicas // expert_ranks if expert_ranks > 1 else 1
+    mesh = Mesh((ranks, copies, expert_ranks), ("pp", "dp", "ep")) if copies > 1 else None
+    axes = ("dp", "ep") if mesh is not None else None
+    how = Replicate(
+        {"PP": "*"}, axes=axes, zero=zero, bucket_mb=bucket_mb, prefetch=prefetch, keep=keep
+    )
+    shard = Shard({"EP": "*"}, axes=None if mesh is None else ("ep",))
     build, _ = SCHEDULES[schedule]
     return Strategy(
         Split({}, dim="MB", num_microbatches=num_microbatches, inputs=inputs, loss=combine),
         *(Place({"PP": stage}, devices=group) for stage, group in devices.items()),
         *([how] if replicas > 1 else []),
+        *([shard] if expert_ranks > 1 else []),
         *build(devices, num_microbatches),
+        mesh=mesh,
         loss=loss,
         regions=regions,
     )

@@ -99,7 +99,7 @@ def _regions(runs: Sequence[Instr]) -> str:
 
 def _parameters(program: RankProgram, args: Sequence[Arg]) -> tuple[int, int, int]:
     """Bytes of parameters that are whole, of the blocks of others, and of those that are absent."""
-    groups = dict(program.shards)
+    groups = dict((*program.shards, *program.experts))
     held = {position for _, position in program.state}
     whole = sharded = absent = 0
     for arg in args:

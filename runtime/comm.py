@@ -17,7 +17,8 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperTimeoutError
-from piper_dynamo.ir.program import Group, copy_groups
+from piper_dynamo.ir.program import EXCHANGES, Group, copy_groups
+from piper_dynamo.runtime.exchange import pack
 
 POLL_S = 0.002
 STATE = "state"  # the stream of what is said about parameters outside of programs
@@ -60,7 +61,8 @@ class Communicator(Protocol):
     ) -> Any:
         """Start the collective `name`, with a result shaped like `likes[i]` for value i; a handle.
 
-        An all-reduce gives its values' own memory.
+        An all-reduce gives its values' own memory. Exchanges of rows give as many as come
+        (`exchange.py`).
         """
 
     def wait_all(self, handle: Any) -> list[Tensor]:
@@ -137,11 +139,19 @@ class TorchCommunicator:
         """See `Communicator`."""
         members = self._groups[group]
         size = len(group[1])
+        if name in EXCHANGES:
+            parcel = pack(name, values, size)
+            room = parcel.room()
+            work = dist.all_to_all_single(
+                room, parcel.value, parcel.received, parcel.sent, group=members, async_op=True
+            )
+            # What is sent must live until the work is done.
+            return [work], [room], lambda come: parcel.unpack(come[0])
         pairs = [
             self._start_one(name, value, members, size, like)
             for value, like in zip(values, likes, strict=True)
         ]
-        return [work for work, _ in pairs], [result for _, result in pairs]
+        return [work for work, _ in pairs], [result for _, result in pairs], list
 
     def _start_one(
         self, name: str, value: Tensor, members: Any, size: int, like: Any
@@ -162,11 +172,11 @@ class TorchCommunicator:
 
     def wait_all(self, handle: Any) -> list[Tensor]:
         """See `Communicator`."""
-        works, results = handle
+        works, results, unpack = handle
         for work in works:
             if work is not None:
                 self._finish(work)
-        return results  # type: ignore[no-any-return]
+        return unpack(results)  # type: ignore[no-any-return]
 
     def prepare_groups(self, groups: Sequence[Group]) -> None:
         """Create communicators; every rank calls this with the same groups in the same order."""

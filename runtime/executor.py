@@ -168,6 +168,18 @@ class Runtime:
         """Start to exchange equal blocks of rows."""
         return self._comm.start_collective("all_to_all", values, group, likes)
 
+    def exchange_counts(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
+        """Start to tell each rank how many rows come to its experts."""
+        return self._comm.start_collective("exchange_counts", values, group, likes)
+
+    def exchange(self, values: list[Any], group: Group, likes: list[Any]) -> Any:
+        """Start to send rows to their experts."""
+        return self._comm.start_collective("exchange", values, group, likes)
+
+    def unexchange(self, values: list[Any], group: Group, likes: list[Any]) -> Any:
+        """Start to send rows back."""
+        return self._comm.start_collective("unexchange", values, group, likes)
+
     def begin(self, seconds: float) -> None:
         """On emulated devices: a chunk begins that lasts so long."""
         self._finish_s = time.perf_counter() + seconds

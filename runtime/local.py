@@ -17,8 +17,9 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
-from piper_dynamo.ir.program import Group
+from piper_dynamo.ir.program import EXCHANGES, Group
 from piper_dynamo.runtime.comm import with_rows
+from piper_dynamo.runtime.exchange import Parcel, pack
 
 
 class PeerFailedError(PiperRuntimeError):
@@ -198,8 +199,13 @@ class LocalCommunicator:
         number = self._meeting.get(group, 0)
         self._meeting[group] = number + 1
         key = (group, number)
-        self.world.meetings.setdefault(key, {})[self.rank] = [v.detach().clone() for v in values]
-        return key, name, list(values), list(likes)
+        mine: list[Any] = list(values)
+        sent: list[Tensor] = mine
+        if name in EXCHANGES:
+            parcel = pack(name, values, len(group[1]))
+            mine, sent = [parcel], list(torch.split(parcel.value, parcel.sent))
+        self.world.meetings.setdefault(key, {})[self.rank] = [v.detach().clone() for v in sent]
+        return key, name, mine, list(likes)
 
     def wait_all(self, handle: Any) -> list[Tensor]:
         """See `Communicator`."""
@@ -213,10 +219,13 @@ class LocalCommunicator:
             f"(missing: {[m for m in members if m not in parts]})",
         )
         place = members.index(self.rank)
-        results = [
-            _collective(name, [parts[m][i] for m in members], place, like)
-            for i, like in enumerate(likes)
-        ]
+        if name in EXCHANGES:
+            results: list[Any] = mine[0].unpack(_arrived(parts, members, place, mine[0]))
+        else:
+            results = [
+                _collective(name, [parts[m][i] for m in members], place, like)
+                for i, like in enumerate(likes)
+            ]
         self.world.left[key] = self.world.left.get(key, 0) + 1
         if self.world.left[key] == len(members):
             del self.world.meetings[key], self.world.left[key]
@@ -257,6 +266,17 @@ class LocalCommunicator:
 
     def abandon(self) -> None:
         """See `Communicator`."""
+
+
+def _arrived(
+    parts: dict[int, list[Tensor]], members: Sequence[int], place: int, parcel: Parcel
+) -> Tensor:
+    """What the members have sent to the one at this place; as many rows as it was told."""
+    come = [parts[member][place] for member in members]
+    told = parcel.received
+    if [part.shape[0] for part in come] != told:
+        raise PiperRuntimeError(f"{[len(part) for part in come]} rows came, {told} were told")
+    return torch.cat(come)
 
 
 def _collective(name: str, parts: list[Tensor], place: int, like: Any) -> Tensor:

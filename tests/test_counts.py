@@ -12,17 +12,17 @@ from piper_dynamo.train.config import Config
 # Two ranks, four microbatches, four layers.
 SMALL = {"dim": 32, "layers": 4, "heads": 2, "kv_heads": 1, "seq": 8, "batch": 4, "microbatches": 4}
 WANT = {
-    "gpipe": Counts(instructions=217, frees=186, messages=9, bytes=8196, matmuls=348, chunks=4),
+    "gpipe": Counts(instructions=130, frees=99, messages=9, bytes=8196, matmuls=348, chunks=4),
     "one_f_one_b": Counts(
-        instructions=217, frees=186, messages=9, bytes=8196, matmuls=348, chunks=4
+        instructions=130, frees=99, messages=9, bytes=8196, matmuls=348, chunks=4
     ),
     "interleaved_1f1b": Counts(
-        instructions=297, frees=234, messages=25, bytes=24580, matmuls=348, chunks=6
+        instructions=210, frees=147, messages=25, bytes=24580, matmuls=348, chunks=6
     ),
-    "zb_h1": Counts(instructions=221, frees=190, messages=9, bytes=8196, matmuls=348, chunks=5),
-    "zbv": Counts(instructions=277, frees=230, messages=17, bytes=16388, matmuls=348, chunks=8),
+    "zb_h1": Counts(instructions=134, frees=103, messages=9, bytes=8196, matmuls=348, chunks=5),
+    "zbv": Counts(instructions=190, frees=143, messages=17, bytes=16388, matmuls=348, chunks=8),
     "dualpipev": Counts(
-        instructions=268, frees=221, messages=17, bytes=16388, matmuls=348, chunks=10
+        instructions=181, frees=134, messages=17, bytes=16388, matmuls=348, chunks=10
     ),
 }
 

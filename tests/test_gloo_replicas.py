@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 import piper_dynamo as piper
-from tests import jobs, replicas
+from tests import experts, jobs, replicas
 from tests.jobs import STEPS, Placement, Trace
 from tests.pool import Pool
 from tests.replicas import CASES, LINE
@@ -46,6 +46,13 @@ def train_line(case: str, zero: int) -> tuple[Trace, dict[str, Tensor]]:
     return train(case, zero, hybrid=False)
 
 
+def train_experts(zero: int) -> Trace:
+    """Two stages, each with experts that its two ranks share; the first layers' get no others."""
+    one, wanted = experts.case(shift=(9.0, 0.0, -9.0, -9.0)), experts.strategy
+    step = replicas.compiled(one, LINE, wanted(LINE, 2, "one_f_one_b", zero=zero), timeout_s=30.0)
+    return replicas.train(step, [replicas.mine(one.batch(k), LINE) for k in range(STEPS)])
+
+
 def half_of(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor:
     return replicas.shard(whole, 2, rank % 2)
 
@@ -64,6 +71,14 @@ def test_copies_of_shards(pool: Pool, zero: int) -> None:
     want = replicas.reference(CASES["uneven"])
     replicas.compare([trace for trace, _ in found], want, FOUR, zero, part=half_of)
     check_whole([whole for _, whole in found], want)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts(pool: Pool, zero: int) -> None:
+    """Rows of any number, none among them, by gloo's all-to-all."""
+    want = replicas.reference(experts.case(shift=(9.0, 0.0, -9.0, -9.0)))
+    found = pool.values(train_experts, zero)
+    replicas.compare(found, want, LINE, zero, part=experts.part_of(2))
 
 
 def check_whole(found: list[dict[str, Tensor]], want: Trace) -> None:

@@ -217,6 +217,7 @@ def test_program_text_tells_any_difference(plans: dict[str, piper.Plan]):
         "chunks": program.chunks[:-1],
         "replicas": ((0, (0, 1)),),
         "shards": ((0, (0, 1)),),
+        "experts": ((0, (0, 1)),),
         "peak_bytes": program.peak_bytes + 1,
     }
     assert set(changed) == {f.name for f in fields(RankProgram)}

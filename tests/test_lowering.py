@@ -20,7 +20,7 @@ from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.channels import LOOK_AHEAD, post_receives
-from piper_dynamo.lowering.chunks import ADDING, compile_chunks
+from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.lower import Draft
 from piper_dynamo.lowering.memory import bytes_over_time
@@ -66,7 +66,7 @@ def text(plan: Plan, rank: int) -> str:
 def test_heading(plans: dict[str, Plan]):
     program = str(plans["interleaved"].program(1))
     assert program.startswith(
-        "# rank 1 of 2 · PP=1,3 · 4 microbatches · streams: compute, recv, send · peak 984 B\n\n"
+        "# rank 1 of 2 · PP=1,3 · 4 microbatches · streams: compute, recv, send · peak 936 B\n\n"
     )
     assert "· PP=0,1 · 4 microbatches · streams: compute · " in str(plans["alone"].program(0))
 
@@ -79,7 +79,7 @@ def test_summary(plans: dict[str, Plan]):
 plan of 2 ranks, 4 microbatches, training
 rank  regions  parameters  absent  buffers  tasks      sends  step peak
    0  PP0           192 B   128 B     72 B      8  4 (256 B)      848 B
-   1  PP1           128 B   192 B        -      8  5 (264 B)      528 B
+   1  PP1           128 B   192 B        -      8  5 (264 B)      464 B
 4 chunks to compile""",
     )
     assert_expected_inline(
@@ -87,7 +87,7 @@ rank  regions  parameters  absent  buffers  tasks      sends  step peak
         """\
 plan of 1 rank, 4 microbatches, training
 rank  regions   parameters  tasks  step peak
-   0  PP0, PP1       512 B     16      984 B
+   0  PP0, PP1       512 B     16      808 B
 4 chunks to compile""",
     )
 
@@ -120,12 +120,8 @@ def step(rt, state, data, weights):
     del d_w_1_MB0
     mm_7_MB1_on_0 = rt.wait(h_mm_7_MB1_on_0)
     del h_mm_7_MB1_on_0
-    d_w_0_MB1, d_w_1_MB1 = B_PP0([x_MB1, w_1], bundle_PP0_MB1, [mm_7_MB1_on_0])  # B  PP=0 MB=1  models.py
+    grad_w_0, grad_w_1 = B_PP0([x_MB1, w_1], bundle_PP0_MB1, [mm_7_MB1_on_0], [grad_w_0, grad_w_1])  # B  PP=0 MB=1  models.py
     del x_MB1, bundle_PP0_MB1, mm_7_MB1_on_0
-    grad_w_0 = rt.accumulate(grad_w_0, d_w_0_MB1)
-    del d_w_0_MB1
-    grad_w_1 = rt.accumulate(grad_w_1, d_w_1_MB1)
-    del d_w_1_MB1
     loss_on_0 = rt.wait(h_loss_on_0)
     del h_loss_on_0
     rt.drain(1, 1)
@@ -165,13 +161,9 @@ def step(rt, state, data, weights):
     loss = rt.loss(mse_loss_MB0, weight, mse_loss_MB1, weight)
     del mse_loss_MB0, mse_loss_MB1
     rt.send(loss, 0, 1)  # loss
-    mm_7_MB1, d_w_2_MB1, d_w_3_MB1 = B_PP1([w_2, w_3, y_MB1], bundle_PP1_MB1, [weight])  # B  PP=1 MB=1  models.py
+    mm_7_MB1, grad_w_2, grad_w_3 = B_PP1([w_2, w_3, y_MB1], bundle_PP1_MB1, [weight], [grad_w_2, grad_w_3])  # B  PP=1 MB=1  models.py
     del y_MB1, bundle_PP1_MB1
     rt.send(mm_7_MB1, 0, 2)  # B.PP1.MB1
-    grad_w_2 = rt.accumulate(grad_w_2, d_w_2_MB1)
-    del d_w_2_MB1
-    grad_w_3 = rt.accumulate(grad_w_3, d_w_3_MB1)
-    del d_w_3_MB1
     rt.drain(0, 0)
     del mm_7_MB0
     rt.drain(0, 1)
@@ -283,6 +275,7 @@ def test_registers_are_freed_right_after_their_last_use(plan: Plan):
 def test_sums_are_not_freed_between_parts(plans: dict[str, Plan]):
     for program in plans["tied"].programs:
         parts = Counter(i.outputs[0] for i in program.instrs if i.op is Op.ACCUMULATE)
+        parts.update(i.outputs[k] for i in program.instrs for k in i.adds)
         assert set(parts.values()) == {4}
         assert {r for _, r in program.grads} <= {
             *parts,
@@ -438,15 +431,16 @@ def test_predicted_bytes_are_those_of_a_run(case: str):
     )
     (program,) = plan.programs
     functions = compile_chunks(plan.chunks, "aten")
-    adding = compile_chunks(plan.chunks, ADDING)
-    assert any(instr.adds for instr in program.instrs)
+    adds = {i.target: i.adds for i in program.instrs if i.adds}
+    adding = compile_chunks({name: plan.chunks[name] for name in adds}, "aten", adds=adds)
+    assert adding
     chunks = {
         name: call_chunk(
             BoundChunk(
                 fn=functions[name],
                 num_results=chunk.num_results,
                 gives_bundle=len(chunk.outputs) > chunk.num_results,
-                adding=adding[name],
+                adding=adding.get(name),
             )
         )
         for name, chunk in plan.chunks.items()

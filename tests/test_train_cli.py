@@ -21,7 +21,7 @@ from piper_dynamo.train import job, progress, report
 from piper_dynamo.train.compare import one_process
 from piper_dynamo.train.config import Config, schedule_name
 from piper_dynamo.train.data import Corpus
-from piper_dynamo.train.model import build
+from piper_dynamo.train.model import build, split_result
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 from piper_dynamo.train.progress import Progress
 from tests import jobs
@@ -98,6 +98,13 @@ def refusal(*arguments: str) -> str:
             "--batch 16 (the share of --dp 8 is 2) does not divide into --microbatches 4; "
             "numbers that do: 1, 2",
         ),
+        ("--model llam", "--model is 'llam'; did you mean llama? choose one of llama, moe"),
+        ("--ep 2", "--ep 2 is about experts; give --model moe"),
+        ("--top-k 1 --experts 4", "--experts 4 is about experts; give --model moe"),
+        ("--model moe --ep 3 --batch 12", "--experts 8 do not divide among --ep 3 ranks"),
+        ("--model moe --top-k 9", "--top-k 9 is more than --experts 8"),
+        ("--model moe --ep 2 --dp 2 --zero 1", "--zero 1 with copies of experts (--dp 2 x --ep 2)"),
+        ("--model moe --ep 2 --ranks 2", "--ranks is 2, but --pp 2 x --ep 2 needs 4"),
         ("--dp 2 --ranks 2", "--ranks is 2, but --pp 2 x --dp 2 needs 4; leave --ranks out"),
         (
             "--dp 2 --zero 3 --schedule dualpipev --microbatches 2",
@@ -154,6 +161,16 @@ def test_replicas_are_in_the_strategy():
     assert [place.devices for place in strategy.of(piper.Place)] == [(0, 1, 2), (3, 4, 5)]
     (replicate,) = strategy.of(piper.Replicate)
     assert replicate == piper.Replicate({"PP": "*"}, zero=3, bucket_mb=2.0, prefetch=2, keep=4)
+
+
+def test_experts_are_in_the_strategy():
+    config = Config(model="moe", pp=2, ep=2, zero=3)
+    assert config.world == 4
+    assert config.strategy().of(piper.Shard) == (piper.Shard({"EP": "*"}),)
+    copies = Config(model="moe", pp=2, dp=2, ep=2, batch=32).strategy()
+    assert copies.mesh == piper.Mesh((2, 2, 2), ("pp", "dp", "ep"))
+    assert copies.of(piper.Shard) == (piper.Shard({"EP": "*"}, axes=("ep",)),)
+    assert [place.devices for place in copies.of(piper.Place)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 # The run folder
@@ -374,6 +391,48 @@ def test_replicas_equal_one_process(schedule: str, zero: int, options: dict[str,
         assert want.max_relative_difference(losses, norms) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [
+        ("one_f_one_b", {"ep": 2}),
+        pytest.param("dualpipev", {"ep": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param("zbv", {"ep": 2, "dp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_equal_one_process(schedule: str, sizes: dict[str, int]):
+    """Each rank has its share of rows and experts; loads and biases are those of all ranks."""
+    config = Config(
+        model="moe", dim=16, layers=4, heads=2, kv_heads=1, seq=8, batch=16, microbatches=4,
+        steps=3, experts=4, dtype="float64", schedule=schedule, **sizes,
+    )  # fmt: skip
+    corpus = counting()
+
+    def steps() -> tuple[list[float], list[float]]:
+        found: tuple[list[float], list[float]] = ([], [])
+        share, model = piper.rank() % config.replicas, build(config)
+        batches = [
+            corpus.batch(
+                "train", k, seed=0, rows=16, seq=8, data_rank=share, data_world=config.replicas
+            )
+            for k in range(config.steps)
+        ]
+        step = piper.compile(model, config.strategy(), batches[0])
+        optimizer = make_optimizer(piper.parameters(step), config)
+        for number, batch in enumerate(batches):
+            set_learning_rate(optimizer, number, config)
+            loss, _ = split_result(step(*batch))
+            loss.backward()
+            found[1].append(piper.clip_grad_norm_(step, config.clip).item())
+            found[0].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    want = one_process(config, corpus, balancing=False)
+    for losses, norms in jobs.run_ranks(steps, config.world):
+        assert want.max_relative_difference(losses, norms) < 1e-12
+
+
 # Processes
 
 
@@ -424,6 +483,20 @@ def test_two_ranks_equal_one_process(tmp_path: Path):
     assert sorted(tasks) == sorted(
         f"{kind}.PP{stage}.MB{mb}" for kind in "FB" for stage in (0, 1) for mb in (0, 1)
     )
+
+
+@pytest.mark.dist(2)
+@pytest.mark.timeout(200)
+def test_experts_on_two_ranks(tmp_path: Path):
+    """One stage; the ranks share the experts, and the loads that balance them."""
+    asked = "--model moe --experts 4 --pp 1 --ep 2 --steps 4 --eval-every 4 --compare --json --out"
+    done = run(*asked.split(), str(tmp_path), timeout_s=180)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["max_rel_diff"] < 1e-6
+    assert "2 share the experts" in done.stderr
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(1 <= one["busiest_expert"] <= 4 for one in lines if "loss" in one)
+    assert "exchange" in (tmp_path / "program_rank0.py").read_text()
 
 
 @pytest.mark.dist(4)

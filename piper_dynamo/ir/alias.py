@@ -1,4 +1,4 @@
-"""What operators do beside computing: share memory, draw random numbers."""
+"""What operators do beside computing: share memory, draw random numbers, exchange rows."""
 
 import operator
 
@@ -37,6 +37,13 @@ def is_random(node: Node) -> bool:
         isinstance(target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded in target.tags
     )
+
+
+def exchange_of(node: Node) -> str:
+    """Which of the experts' exchanges a captured node is; empty for any other."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    kind = name.removeprefix("piper::")
+    return kind if kind in ("exchange_counts", "exchange", "unexchange") else ""
 
 
 def root(node: Node) -> Node:

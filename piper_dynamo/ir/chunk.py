@@ -29,6 +29,7 @@ class Chunk:
             the first output that has it.
         num_results: Outputs that are values of the DAG; those after them go into the bundle.
         is_random: Whether it draws random numbers.
+        is_ragged: Whether it runs on any number of rows: that of its specs is the even share.
         matmuls: How many matrix products and convolutions it runs.
     """
 
@@ -40,9 +41,15 @@ class Chunk:
     num_results: int
     is_random: bool
     matmuls: int
+    is_ragged: bool = False
 
 
-_MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "grouped_mm")
+_MATMULS = frozenset(
+    (
+        *("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"),
+        *("grouped_mm", "grouped_outer"),
+    )
+)
 
 
 def make_chunk(graph: fx.Graph, num_results: int) -> Chunk:

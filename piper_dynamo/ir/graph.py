@@ -36,6 +36,7 @@ class Layout:
         prefetch: How many uses ahead it is gathered.
         keep: How long it stays: "chunk", "step", or how many buckets do.
         reduced: Whether the step reduces its gradient.
+        is_local: Whether tasks use a rank's block as it is: experts, which are never gathered.
         where: The directive that says so.
     """
 
@@ -46,11 +47,18 @@ class Layout:
     keep: str | int
     reduced: bool
     where: str
+    is_local: bool = False
+
+    def sharers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same block as this one."""
+        return next((g for g in copy_groups(self.shard_groups) if rank in g), (rank,))
 
     def reduced_over(self, devices: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
         """The ranks over which the gradient is summed, by the collective that does it."""
         if not self.shard_groups:
             return {"all_reduce": devices}
+        if self.is_local:
+            return {"all_reduce": self.sharers(rank)}
         found = {"reduce_scatter": next(g for g in self.shard_groups if rank in g)}
         copies = [g for g in copy_groups(self.shard_groups) if rank in g]
         return found | ({"all_reduce": copies[0]} if copies else {})

@@ -91,6 +91,21 @@ def all_to_all(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...
     raise _only_in_programs("all_to_all")
 
 
+def exchange_counts(counts: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+    """How many rows come to each expert of this rank, and how many go and come by rank."""
+    raise _only_in_programs("exchange_counts")
+
+
+def exchange(rows: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+    """Rows sent to the ranks of their experts; what came, sorted by expert and then by rank."""
+    raise _only_in_programs("exchange")
+
+
+def unexchange(rows: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+    """Rows sent back to the ranks they came from, in the order they had there."""
+    raise _only_in_programs("unexchange")
+
+
 def block_spec(spec: TensorSpec, parts: int) -> TensorSpec:
     """One of `parts` blocks of rows, as a shard is stored and sent: rows rounded up."""
     rows = -(-spec.shape[0] // parts)

@@ -38,9 +38,13 @@ class Op(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"  # the same, keeping one block of rows -> handle
     ALL_GATHER = "all_gather"  # start to join the group's blocks of rows -> handle
     ALL_TO_ALL = "all_to_all"  # start to exchange equal blocks of rows -> handle
+    EXCHANGE_COUNTS = "exchange_counts"  # start to tell how many rows come -> handle
+    EXCHANGE = "exchange"  # start to send rows to their experts -> handle
+    UNEXCHANGE = "unexchange"  # start to send rows back -> handle
 
 
-COLLECTIVES = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL})
+EXCHANGES = frozenset({Op.EXCHANGE_COUNTS, Op.EXCHANGE, Op.UNEXCHANGE})
+COLLECTIVES = EXCHANGES | {Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL}
 REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
 Group = tuple[str, tuple[int, ...]]  # a communicator: a stream, and the ranks on it
 Groups = tuple[tuple[int, ...], ...]  # a rank takes part in the group that names it
@@ -121,10 +125,8 @@ class Instr:
 
     def reads(self) -> tuple[str, ...]:
         """Every register it reads, its bundle and sums included."""
-        more = (self.bundle_in,) if self.bundle_in else ()
-        if self.op is Op.RUN:
-            more += self.sums
-        return self.inputs + more
+        sums = self.sums if self.op is Op.RUN else ()
+        return (*self.inputs, *((self.bundle_in,) if self.bundle_in else ()), *sums)
 
     def writes(self) -> tuple[str, ...]:
         """Every register it writes, its bundle included."""
@@ -227,7 +229,8 @@ class RankProgram:
         replicas: Argument position of each parameter whose gradient is summed over several ranks,
             and these ranks.
         shards: Argument position of each parameter of which this rank holds a block of rows, and
-            the ranks that hold the others, in row order.
+            the ranks that hold the others, in row order; it is gathered where it is used.
+        experts: The same for parameters of which this rank computes with its block alone.
         chunks: Structural key of each chunk name.
         peak_bytes: Predicted peak of what the step allocates, without parameters and gradients
             held before it.
@@ -247,6 +250,7 @@ class RankProgram:
     chunks: tuple[tuple[str, str], ...]
     replicas: tuple[tuple[int, tuple[int, ...]], ...] = ()
     shards: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     peak_bytes: int = 0
 
     def results(self) -> set[str]:

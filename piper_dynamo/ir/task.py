@@ -44,11 +44,16 @@ class Kind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
+    EXCHANGE_COUNTS = "exchange_counts"
+    EXCHANGE = "exchange"
+    UNEXCHANGE = "unexchange"
 
 
-COLLECTIVE_KINDS = frozenset(
-    {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL}
-)
+ROW_EXCHANGES = frozenset({Kind.EXCHANGE, Kind.UNEXCHANGE})
+COLLECTIVE_KINDS = ROW_EXCHANGES | {
+    *(Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL),
+    Kind.EXCHANGE_COUNTS,
+}
 _TAG = r"(?:[A-Za-z_][A-Za-z0-9_]*[A-Za-z_]|[A-Za-uw-zA-Z_])\d+"
 _NAME = re.compile(rf"(F|B|BI|BW)((?:\.{_TAG})*)(?:\.v(\d+))?")
 _ONE_TAG = re.compile(r"([A-Za-z_](?:[A-Za-z0-9_]*[A-Za-z_])?)(\d+)")

@@ -8,7 +8,7 @@ import torch
 
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus
-from piper_dynamo.train.model import build
+from piper_dynamo.train.model import balance, build, split_result
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 
 STEPS = 3
@@ -62,7 +62,7 @@ def verdict(difference: float, config: Config, steps: int) -> str:
     return f"DIFFERS from one process: {found}, where rounding explains {allowed:.0e}"
 
 
-def one_process(config: Config, corpus: Corpus) -> Reference:
+def one_process(config: Config, corpus: Corpus, *, balancing: bool = True) -> Reference:
     """Train an untouched copy of the model on whole batches, everything else alike."""
     model = build(config)
     optimizer = make_optimizer(model.parameters(), config)
@@ -70,11 +70,13 @@ def one_process(config: Config, corpus: Corpus) -> Reference:
     for step in range(min(STEPS, config.steps)):
         set_learning_rate(optimizer, step, config)
         batch = corpus.batch("train", step, seed=config.seed, rows=config.batch, seq=config.seq)
-        loss = model(*batch)
+        loss, loads = split_result(model(*batch))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
+        if loads and balancing:
+            balance(model, loads, over_ranks=False)
         losses.append(loss.item())
         norms.append(float(norm))
     return Reference(losses=tuple(losses), norms=tuple(norms))

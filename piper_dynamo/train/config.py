@@ -13,12 +13,16 @@ from piper_dynamo.strategy import Strategy
 CHUNKS = ("aten", "inductor")
 DTYPES = ("float32", "float64")
 LEVELS = (0, 1, 2, 3)
+MODELS = ("llama", "moe")
 # Other names that people use for a schedule.
 ALIASES = {"1f1b": "one_f_one_b"}
 _COUNTS = (
     "steps",
     "pp",
     "dp",
+    "ep",
+    "experts",
+    "top_k",
     "microbatches",
     "dim",
     "layers",
@@ -47,10 +51,12 @@ class Config:
     """
 
     out: str | None = None
+    model: str = "llama"
     steps: int = 200
     ranks: int | None = None
     pp: int = 2
     dp: int = 1
+    ep: int = 1
     zero: int = 0
     bucket_mb: float | None = None
     prefetch: int = 1
@@ -64,6 +70,8 @@ class Config:
     kv_heads: int = 2
     seq: int = 128
     batch: int = 16
+    experts: int = 8
+    top_k: int = 2
     tied_head: bool = False
     dtype: str = "float32"
     lr: float = 3e-3
@@ -117,6 +125,7 @@ class Config:
         return [
             f"{_flag(name)} is {value!r}; {_near(value, known)}choose one of {', '.join(known)}"
             for name, value, known in (
+                ("model", self.model, MODELS),
                 ("schedule", self.schedule, tuple(SCHEDULES)),
                 ("compile", self.compile, CHUNKS),
                 ("dtype", self.dtype, DTYPES),
@@ -125,20 +134,22 @@ class Config:
         ]
 
     def _shape_faults(self) -> list[str]:
-        faults = self._replica_faults()
+        faults = [*self._replica_faults(), *self._expert_faults()]
         if self.ranks not in (None, self.world):
-            asked = f"--pp {self.pp}" + (f" x --dp {self.dp}" if self.dp > 1 else "")
+            axes = [f"--pp {self.pp}"]
+            axes += [f"--{n} {getattr(self, n)}" for n in ("dp", "ep") if getattr(self, n) > 1]
+            asked = " x ".join(axes)
             faults.append(
                 f"--ranks is {self.ranks}, but {asked} needs {self.world}; leave --ranks out"
             )
-        if self.batch % self.dp:
+        if self.batch % self.replicas:
             faults.append(
-                f"--batch {self.batch} does not divide among --dp {self.dp} replicas; numbers that "
-                f"do: {_divisors(self.batch)}"
+                f"--batch {self.batch} does not divide among {self._replicas()} replicas; numbers "
+                f"that do: {_divisors(self.batch)}"
             )
-        elif self.batch // self.dp % self.microbatches:
-            share = self.batch // self.dp
-            each = f" (the share of --dp {self.dp} is {share})" if self.dp > 1 else ""
+        elif self.batch // self.replicas % self.microbatches:
+            share = self.batch // self.replicas
+            each = f" (the share of {self._replicas()} is {share})" if self.replicas > 1 else ""
             faults.append(
                 f"--batch {self.batch}{each} does not divide into --microbatches "
                 f"{self.microbatches}; numbers that do: {_divisors(share)}"
@@ -153,6 +164,37 @@ class Config:
             faults += self._schedule_faults()
         return faults
 
+    def _replicas(self) -> str:
+        named = [f"--{n} {getattr(self, n)}" for n in ("dp", "ep") if getattr(self, n) > 1]
+        return " x ".join(named) or "--dp 1"
+
+    def _expert_faults(self) -> list[str]:
+        faults = []
+        if self.model != "moe":
+            changed = [
+                name
+                for name in ("ep", "experts", "top_k")
+                if getattr(self, name) != Config.__dataclass_fields__[name].default
+            ]
+            faults += [
+                f"{_flag(name)} {getattr(self, name)} is about experts; give --model moe"
+                for name in changed
+            ]
+            return faults
+        if self.experts % self.ep:
+            faults.append(
+                f"--experts {self.experts} do not divide among --ep {self.ep} ranks; numbers that "
+                f"do: {_divisors(self.experts)}"
+            )
+        if self.top_k > self.experts:
+            faults.append(f"--top-k {self.top_k} is more than --experts {self.experts}")
+        if self.dp > 1 and self.ep > 1 and self.zero:
+            faults.append(
+                f"--zero {self.zero} with copies of experts (--dp {self.dp} x --ep {self.ep}) is "
+                "not supported; give --zero 0, or --dp 1"
+            )
+        return faults
+
     def _replica_faults(self) -> list[str]:
         """Options that would change nothing are a misunderstanding."""
         faults = []
@@ -161,7 +203,7 @@ class Config:
             for name in ("prefetch", "keep")
             if getattr(self, name) != Config.__dataclass_fields__[name].default
         ]
-        if self.dp == 1:
+        if self.replicas == 1:
             alone = [name for name in ("zero", "bucket_mb") if getattr(self, name)]
             faults += [
                 f"{_flag(name)} {getattr(self, name)} needs replicas, but --dp is 1; "
@@ -200,7 +242,12 @@ class Config:
     @property
     def world(self) -> int:
         """How many processes: pipeline ranks times replicas."""
-        return self.pp * self.dp
+        return self.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """On how many parts of the batch: those that share experts are replicas, too."""
+        return self.dp * self.ep
 
     def _keep(self) -> Keep:
         """`keep` as the directive has it; 0 where it is none."""
@@ -221,9 +268,10 @@ class Config:
             self.schedule,
             ranks=self.pp,
             num_microbatches=self.microbatches,
-            replicas=self.dp,
-            zero=self.zero if self.dp > 1 else 0,
-            bucket_mb=self.bucket_mb if self.dp > 1 else None,
+            replicas=self.replicas,
+            expert_ranks=self.ep,
+            zero=self.zero if self.replicas > 1 else 0,
+            bucket_mb=self.bucket_mb if self.replicas > 1 else None,
             prefetch=self.prefetch,
             keep=self._keep(),
         )

@@ -20,7 +20,7 @@ from piper_dynamo.timeline import Timeline
 from piper_dynamo.train.compare import Reference, one_process, verdict
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus, Split, read_corpus
-from piper_dynamo.train.model import build, flops_per_token
+from piper_dynamo.train.model import balance, build, flops_per_token, split_result
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 from piper_dynamo.train.progress import Progress
 from piper_dynamo.train.report import RunFolder, claim_folder, curve
@@ -56,6 +56,14 @@ class _History:
     seconds: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     difference: float | None = None
+    loads: torch.Tensor | None = None
+
+    def busiest(self) -> dict[str, float]:
+        """The load of the busiest expert of any layer in the last step, 1 where all are alike."""
+        if self.loads is None:
+            return {}
+        shares = self.loads / self.loads.sum(1, keepdim=True) * self.loads.shape[1]
+        return {"busiest_expert": shares.max().item()}
 
 
 class _Job:
@@ -64,7 +72,7 @@ class _Job:
         self.folder = folder
         self.progress = Progress(is_shown=rank() == 0)
         self.history = _History()
-        self.shard = (0, config.dp)  # until the step says which: batches of the right size
+        self.shard = (0, config.replicas)  # until the step says which: batches of the right size
 
     def run(self) -> dict[str, Any]:
         config, say = self.config, self.progress.say
@@ -78,7 +86,7 @@ class _Job:
         batch = self._batch(corpus, "train", 0)
         self._batch(corpus, "validation", 0)  # refused now rather than at the first evaluation
         reference = self._reference(corpus)
-        model = build(config)
+        self.model = model = build(config)
         flops = flops_per_token(model, config)
         count = sum(p.numel() for p in model.parameters())
         doing = (
@@ -129,6 +137,7 @@ class _Job:
                 self._step(step, optimizer, corpus, number)
                 speed = config.batch * config.seq / history.seconds[-1]
                 shown = f"loss {history.losses[-1]:.3f}, {speed:,.0f} tokens/s, "
+                shown += "".join(f"busiest expert {x:.1f} x, " for x in history.busiest().values())
                 show(shown + f"{flops * speed / 1e9:.1f} GFLOP/s")
                 if self.folder is not None:
                     self.folder.metric(
@@ -138,6 +147,7 @@ class _Job:
                         learning_rate=rate,
                         tokens_per_s=speed,
                         model_flops_per_s=flops * speed,
+                        **history.busiest(),
                     )
                 self._check_finite(number)
                 if reference is not None and number + 1 == len(reference.losses):
@@ -152,11 +162,12 @@ class _Job:
         begin = time.perf_counter()
         is_recorded = number == min(RECORDED_STEP, self.config.steps - 1)
         with record(step) if is_recorded else nullcontext(Timeline()) as timeline:
-            loss = step(*self._batch(corpus, "train", number))
+            loss, loads = split_result(step(*self._batch(corpus, "train", number)))
         loss.backward()
         norm = clip_grad_norm_(step, self.config.clip)
         optimizer.step()
         optimizer.zero_grad()
+        self.history.loads = balance(self.model, loads) if loads else None
         self.history.losses.append(loss.item())
         self.history.norms.append(norm.item())
         self.history.seconds.append(time.perf_counter() - begin)
@@ -186,7 +197,7 @@ class _Job:
         """The mean loss of the same held-out batches each time, by the same compiled model."""
         with torch.no_grad():
             losses = [
-                step(*self._batch(corpus, "validation", i)).item()
+                split_result(step(*self._batch(corpus, "validation", i)))[0].item()
                 for i in range(self.config.eval_batches)
             ]
         found = sum(losses) / len(losses)
@@ -221,7 +232,10 @@ class _Job:
 
 
 def _replicas(config: Config) -> str:
-    return f"{config.dp} replicas, ZeRO-{config.zero}, " if config.dp > 1 else ""
+    if config.replicas == 1:
+        return ""
+    shared = f", {config.ep} share the experts" if config.ep > 1 else ""
+    return f"{config.replicas} replicas, ZeRO-{config.zero}{shared}, "
 
 
 def gather(value: Any) -> list[Any] | None:

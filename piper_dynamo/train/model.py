@@ -8,12 +8,18 @@ Legend: B batch, T tokens, D model dim, H heads, K key-value heads, C head dim, 
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper_dynamo.annotate import annotate
+from piper_dynamo.moe import MoELayer
+from piper_dynamo.runtime.launch import world_size
+from piper_dynamo.state import AbsentOutput
 from piper_dynamo.train.config import Config
 
 VOCAB = 256  # bytes
@@ -78,8 +84,33 @@ class Block(nn.Module):
         return out
 
 
+class MoEBlock(nn.Module):
+    """Attention and a mixture of experts, each behind an RMSNorm and beside a residual.
+
+    Experts as in DeepSeek-V3 (arXiv 2412.19437): sigmoid gate, one shared expert beside the routed
+    ones. A token's experts together are as wide as the dense block's MLP.
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, experts: int, top_k: int) -> None:
+        super().__init__()
+        hidden = 32 * math.ceil(8 * dim / 3 / 32 / (top_k + 1))
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = Attention(dim, heads, kv_heads)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.moe = MoELayer(dim, hidden, experts, top_k, gate="sigmoid", shared_hidden=hidden)
+
+    def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> [B, T, D], and the load of each expert."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TC, sin_TC)
+        routed = self.moe.routed(self.mlp_norm(x_BTD))
+        return x_BTD + routed.y, routed.load
+
+
 class Llama(nn.Module):
-    """The main job's model; `forward(tokens, targets)` is the mean cross entropy, nats per byte."""
+    """The main job's model; `forward(tokens, targets)` is the mean cross entropy, nats per byte.
+
+    With experts it is that and the load of each layer's experts.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -89,9 +120,14 @@ class Llama(nn.Module):
         dim = config.dim
         self.stage_of = [i * config.stages // config.layers for i in range(config.layers)]
         self.last = config.stages - 1
+        self.has_experts = config.model == "moe"
         self.embedding = nn.Embedding(VOCAB, dim)
+        shape = (dim, config.heads, config.kv_heads)
         self.layers = nn.ModuleList(
-            Block(dim, config.heads, config.kv_heads) for _ in range(config.layers)
+            MoEBlock(*shape, config.experts, config.top_k)
+            if config.model == "moe"
+            else Block(*shape)
+            for _ in range(config.layers)
         )
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, VOCAB, bias=False)
@@ -107,25 +143,67 @@ class Llama(nn.Module):
         """Normal(0, 0.02); what ends in a residual is scaled by 1/sqrt(2 layers), as in GPT-2."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                ends = name.endswith(("out.weight", "down.weight"))
+                ends = name.endswith(("out.weight", "down.weight", "w_down", "shared.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if ends else 1.0))
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Token bytes and the bytes that follow, [B, T] int64 each -> 0-dim loss."""
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Token bytes and the bytes that follow, [B, T] int64 each -> 0-dim loss (and loads)."""
+        loads: list[Tensor] = []
         with annotate("PP", 0):
             x_BTD = self.embedding(tokens_BT)
         for layer, stage in zip(self.layers, self.stage_of, strict=True):
             with annotate("PP", stage):
                 x_BTD = layer(x_BTD, self.cos, self.sin)
+                if self.has_experts:
+                    x_BTD, load = x_BTD
+                    loads.append(load)
         with annotate("PP", self.last):
             logits_BTV = self.head(self.norm(x_BTD))
-            return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        return (loss, loads) if self.has_experts else loss
 
 
 def build(config: Config) -> Llama:
     """The model with the seed's initial values, the same on every rank."""
     torch.manual_seed(config.seed)
     return Llama(config)
+
+
+def split_result(result: Any) -> tuple[Any, list[Tensor | None]]:
+    """The loss, and the load of each layer's experts where this rank has it."""
+    if not isinstance(result, tuple):
+        return result, []
+    loss, loads = result
+    return loss, [None if isinstance(load, AbsentOutput) else load for load in loads]
+
+
+def balance(
+    model: Llama, loads: Sequence[Tensor | None], *, rate: float = 1e-3, over_ranks: bool = True
+) -> Tensor:
+    """Move every layer's bias towards even use of its experts; call it on every rank.
+
+    Args:
+        model: Has experts.
+        loads: Of each layer, over any microbatches ([E] or [M, E]); None where another rank has it.
+        rate: See `MoELayer.balance`.
+        over_ranks: Whether ranks have seen different tokens, whose loads are added.
+
+    Returns:
+        Loads over all ranks, [layers, E].
+    """
+    layers = [layer for layer in model.layers if isinstance(layer, MoEBlock)]
+    total = torch.zeros(len(loads), layers[0].moe.num_experts, dtype=torch.int64)
+    for row, load in zip(total, loads, strict=True):
+        if load is not None:
+            row += load.reshape(-1, row.shape[0]).sum(0)
+    if over_ranks and world_size() > 1:
+        dist.all_reduce(total)
+    for layer, load, mine in zip(layers, total, loads, strict=True):
+        if mine is not None:
+            layer.moe.balance(load, rate)
+    return total
 
 
 def flops_per_token(model: Llama, config: Config) -> float:
@@ -137,6 +215,9 @@ def flops_per_token(model: Llama, config: Config) -> float:
     weights = sum(
         p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embedding" not in n
     )
+    if config.model == "moe":  # a token goes to some of them only
+        routed = sum(p.numel() for n, p in model.named_parameters() if ".moe.w_" in n)
+        weights -= routed - routed * config.top_k // config.experts
     if config.tied_head:
         weights += model.embedding.weight.numel()
     return 6.0 * weights + 6.0 * config.layers * config.dim * config.seq

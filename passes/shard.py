@@ -1,0 +1,499 @@
+"""Shard: experts split over ranks, tokens exchanged at the borders of their regions.
+
+Terms: an *expert region* lies between `piper.moe.dispatch` and `combine`; *rows* are its tokens'
+activations, as many as come; a *border* is a value that enters or leaves it (`meta["border"]` says
+which exchange it passes, and by which routing); a chunk is *local* once it is made for the experts
+of one rank, and for any number of rows.
+
+Signature: placed DAG -> DAG with exchanges, local expert chunks, and the layout of every expert
+parameter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.errors import PiperPlanError, join_faults
+from piper_dynamo.ir import ops
+from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable
+from piper_dynamo.ir.graph import (
+    Dag,
+    Layout,
+    collective,
+    is_pick,
+    producer,
+    safe,
+    task_of,
+)
+from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.program import Groups
+from piper_dynamo.ir.spec import TensorSpec, user_line
+from piper_dynamo.ir.task import Kind, RegionId, Task
+from piper_dynamo.passes.select import along, region_misses
+
+Devices = tuple[int, ...]
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_TURNS = ("transpose", "t", "permute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """One Shard directive: what it matches, over which axes, and its name in a message."""
+
+    filter: Any
+    label: str
+    stream: str = "ep"
+    axes: tuple[str, ...] | None = None
+    mesh: Any = None
+
+    def groups(self, devices: Devices) -> Groups:
+        """The ranks that hold one copy of the experts together, for each copy."""
+        return (devices,) if self.axes is None else along(self.mesh, devices, self.axes)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Expert:
+    """A task of an expert region, and how its ranks share it."""
+
+    node: Node
+    how: Sharding
+    groups: Groups
+
+    @property
+    def devices(self) -> Devices:
+        return task_of(self.node).devices
+
+    @property
+    def where(self) -> str:
+        return f"{task_of(self.node).name} ({task_of(self.node).where or 'no source line'})"
+
+
+class Shard:
+    """Let each rank of a group compute its own experts.
+
+    rewrite:   y = F.EP0(w, x, counts)
+               ->  counts, s = exchange_counts(counts) ; x = exchange(x, s)
+                   y = F.EP0(this rank's rows of w, x, counts) ; y = unexchange(y, s)
+               and the same, from y to x, in the backward
+    requires:  rows enter by `dispatch` and leave by `combine`; parameters are weights of
+        `grouped_mm`, whose experts the group divides; nothing depends on how many rows there are
+    keeps:     values, row by row; each expert's gradient is that of all ranks' tokens
+    """
+
+    name = "shard"
+
+    def __init__(self, shardings: Sequence[Sharding]) -> None:
+        self._shardings = shardings
+
+    def __call__(self, dag: Dag) -> None:
+        """Rewrite `dag` in place."""
+        if not self._shardings:
+            return
+        faults = region_misses(self._shardings, dag)
+        experts = self._find(dag, faults)
+        if not faults:
+            faults += [fault for one in experts.values() for fault in _check(dag, one, experts)]
+        if not faults:
+            local = _Localizer(dag, experts)
+            for one in experts.values():
+                local(one)
+            faults += local.faults
+        if faults:
+            raise PiperPlanError(
+                join_faults("the experts cannot be sharded", list(dict.fromkeys(faults)))
+            )
+        _Exchanges(dag, experts).insert()
+        for one in experts.values():
+            _note_layouts(dag, one)
+
+    def _find(self, dag: Dag, faults: list[str]) -> dict[Node, _Expert]:
+        """The tasks that several ranks share as experts."""
+        found: dict[Node, _Expert] = {}
+        doubly: set[RegionId] = set()
+        for node in dag.tasks():
+            task = task_of(node)
+            assert task.name is not None
+            region = task.name.region
+            mine = [s for s in self._shardings if s.filter.matches(dict(region.tags))]
+            if len(mine) > 1 and region not in doubly:
+                doubly.add(region)
+                faults.append(f"{region} is sharded twice: {' and '.join(s.label for s in mine)}")
+            if len(mine) != 1:
+                continue
+            groups = mine[0].groups(task.devices)
+            if len({len(g) for g in groups}) > 1 or sum(map(len, groups)) != len(task.devices):
+                faults.append(f"{mine[0].label}: its axes do not divide the ranks {task.devices}")
+            if len(groups[0]) > 1 and node.meta.get("phase") is not None:
+                found[node] = _Expert(node=node, how=mine[0], groups=groups)
+        return found
+
+
+def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
+    """What enters and leaves does so by the exchanges, and parameters are experts' matrices."""
+    faults = []
+    phase = one.node.meta["phase"]
+    inputs = phase.chunk.graph.find_nodes(op="placeholder")
+    size = len(one.groups[0])
+    for source, inside in _with_placeholders(one.node, inputs):
+        position = source.meta.get("arg")
+        if position is not None:
+            faults += _check_argument(dag, one, dag.args[position], inside, size)
+        elif source.op == "placeholder":
+            faults.append(
+                f"{one.where} makes the loss, which needs all ranks' tokens\n"
+                "  hint  make it outside of the expert region, from what piper.moe.combine gives"
+            )
+        elif producer(source) in experts:
+            if experts[producer(source)].groups != one.groups:
+                faults.append(f"{one.where} reads {source.name}, which is sharded in another way")
+        elif source.meta.get("border", ("",))[0] not in ("exchange", "exchange_counts"):
+            made = task_of(producer(source)).name
+            faults.append(
+                f"{one.where} reads a value of {made} that piper.moe.dispatch did not send there: "
+                "its experts are elsewhere\n"
+                "  hint  make it before dispatch, or inside of the expert region from its rows"
+            )
+    for value in one.node.users:
+        outside = [u for u in value.users if _is_other_task(u, experts)]
+        if outside and value.meta.get("border", ("",))[0] != "unexchange":
+            faults.append(
+                f"{one.where} gives {task_of(outside[0]).name} a value that piper.moe.combine does "
+                "not bring back\n"
+                "  hint  let only combine's result leave the expert region"
+            )
+    return faults
+
+
+def _is_other_task(user: Node, experts: dict[Node, _Expert]) -> bool:
+    task = user.meta.get("task")
+    return task is not None and task.kind is Kind.COMPUTE and user not in experts
+
+
+def _with_placeholders(node: Node, inputs: Sequence[Node]) -> list[tuple[Node, Node]]:
+    """Each input of a task with its placeholder in the chunk; bundles left out."""
+    phase = node.meta["phase"]
+    sources = list(node.args)
+    first, last = len(phase.primals), len(phase.tangents)
+    placeholders = [*inputs[:first], *inputs[len(inputs) - last :]]
+    if phase.takes_bundle:
+        sources.pop(first)
+    return [(s, p) for s, p in zip(sources, placeholders, strict=True) if isinstance(s, Node)]
+
+
+def _check_argument(dag: Dag, one: _Expert, arg: Any, inside: Node, size: int) -> list[str]:
+    if arg.kind is ArgKind.DATA:
+        return [
+            f"{one.where} reads the batch's {arg.name!r}, whose rows are not those of its tokens\n"
+            "  hint  give what experts need to piper.moe.dispatch"
+        ]
+    if arg.kind is not ArgKind.PARAMETER:
+        return []
+    if not _is_matrix_only(inside):
+        return [
+            f"{one.where} uses parameter {arg.name!r} otherwise than as a weight of "
+            "piper.moe.grouped_mm, so it cannot be split by experts\n"
+            "  hint  use it outside of the expert region"
+        ]
+    if arg.spec.shape[0] % size:
+        divisors = [d for d in range(1, arg.spec.shape[0] + 1) if arg.spec.shape[0] % d == 0]
+        return [
+            f"parameter {arg.name!r} has {arg.spec.shape[0]} experts, which {size} ranks do not "
+            f"divide ({one.how.label})\n  hint  numbers that do: {divisors}"
+        ]
+    return []
+
+
+def _is_matrix_only(node: Node) -> bool:
+    return all(
+        (_opname(user) == "grouped_mm" and node not in (user.args[0], user.args[2]))
+        or (_opname(user) in _TURNS and _is_matrix_only(user))
+        for user in node.users
+    )
+
+
+def _opname(node: Node) -> str:
+    return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """A value's spec with the rows that were captured, and with another number of them."""
+
+    usual: TensorSpec
+    other: TensorSpec
+
+    @property
+    def is_rows(self) -> bool:
+        return self.usual != self.other
+
+
+@dataclass(slots=True)
+class _Local:
+    """A local chunk and what is known of its outputs."""
+
+    chunk: Chunk
+    outputs: list[_Seen | None] = field(default_factory=list)
+
+
+class _Localizer:
+    """Makes expert chunks for the experts of one rank and for any number of rows."""
+
+    def __init__(self, dag: Dag, experts: dict[Node, _Expert]) -> None:
+        self.faults: list[str] = []
+        self._dag, self._experts = dag, experts
+        self._made: dict[tuple[str, int], _Local | None] = {}
+        self._of: dict[Node, _Local | None] = {}
+
+    def __call__(self, one: _Expert) -> None:
+        """Replace a task's chunk."""
+        node, size = one.node, len(one.groups[0])
+        key = (str(node.target), size)
+        if key not in self._made:
+            self._made[key] = self._localize(one, size)
+        local = self._made[key]
+        self._of[node] = local
+        if local is None:
+            return
+        name = f"{node.target}_of_{size}"
+        self._dag.chunks[name] = local.chunk
+        node.target = name
+        node.meta["phase"] = replace(node.meta["phase"], chunk=local.chunk)
+        for value in node.users:
+            slot = int(str(value.args[1]))
+            seen = local.outputs[slot] if slot < local.chunk.num_results else None
+            if seen is None:
+                continue
+            value.meta["spec"] = seen.usual
+            for user in value.users:
+                task = user.meta.get("task")
+                if task is not None and task.kind in (Kind.ACCUMULATE, Kind.SUM):
+                    user.meta["spec"] = seen.usual
+
+    def _localize(self, one: _Expert, size: int) -> _Local | None:
+        chunk = one.node.meta["phase"].chunk
+        inputs = self._inputs(one, size)
+        if inputs is None:
+            return None
+        graph = copied(chunk.graph)
+        rows = [i.usual.shape[0] for i in inputs if i.is_rows]
+        if rows:
+            _free_views(graph, rows[0])
+        try:
+            other = _propagate(graph, [i.other for i in inputs])
+            usual = _propagate(graph, [i.usual for i in inputs])
+        except _Unfit as error:
+            self.faults.append(
+                f"{one.where} does not work with another number of rows or experts: {error}\n"
+                "  hint  an expert region may only use operators that treat every row alike, and "
+                "piper.moe.grouped_mm"
+            )
+            return None
+        outputs = [
+            _Seen(usual=a, other=b) if a is not None and b is not None else None
+            for a, b in zip(usual, other, strict=True)
+        ]
+        made = make_chunk(graph, chunk.num_results)
+        return _Local(replace(made, is_ragged=True), outputs)
+
+    def _inputs(self, one: _Expert, size: int) -> list[_Seen] | None:
+        """What the chunk's placeholders are on one rank; None where a task before has failed."""
+        phase = one.node.meta["phase"]
+        found: list[_Seen] = []
+        for place, source in enumerate(one.node.args):
+            assert isinstance(source, Node)
+            if phase.takes_bundle and place == len(phase.primals):
+                before = self._of.get(producer(source))
+                if before is None:
+                    return None
+                bundle = before.outputs[before.chunk.num_results :]
+                found += [seen for seen in bundle if seen is not None]
+                continue
+            found.append(self._input(source, size))
+        return found
+
+    def _input(self, source: Node, size: int) -> _Seen:
+        spec: TensorSpec = source.meta["spec"]
+        position = source.meta.get("arg")
+        if position is not None:
+            if self._dag.args[position].kind is ArgKind.PARAMETER:
+                spec = ops.block_spec(spec, size)
+            return _Seen(usual=spec, other=spec)
+        local = self._of.get(producer(source))
+        if local is not None:
+            seen = local.outputs[int(str(source.args[1]))]
+            assert seen is not None
+            return seen
+        if source.meta["border"][0] == "exchange_counts":
+            spec = ops.block_spec(spec, size)
+            return _Seen(usual=spec, other=spec)
+        rows = 2 * spec.shape[0] + 1
+        return _Seen(usual=spec, other=replace(spec, shape=(rows, *spec.shape[1:])).contiguous())
+
+
+class _Propagation(FakeTensorProp):
+    """Knows which node it is at."""
+
+    node: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        """Compute one node."""
+        self.node = n
+        return super().run_node(n)
+
+
+class _Unfit(Exception):
+    """A chunk's graph does not work with other sizes; the text says where."""
+
+
+def _free_views(graph: fx.Graph, rows: int) -> None:
+    """Let views that keep all rows find out how many there are."""
+    for node in graph.nodes:
+        if node.target not in _VIEWS:
+            continue
+        source, sizes = node.args
+        if sizes[0] == rows and source.meta["val"].shape[0] == rows:
+            node.args = (source, [-1, *sizes[1:]])
+
+
+def _propagate(graph: fx.Graph, specs: Sequence[TensorSpec]) -> list[TensorSpec | None]:
+    """The outputs' specs for inputs of these; every node's value in `meta` is for them."""
+    mode = compat.FakeTensorMode()
+    with mode:
+        values = [
+            torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs
+        ]
+    prop = _Propagation(runnable(graph), mode)
+    try:
+        with compat.quiet_fake_tensors():
+            prop.propagate_dont_convert_inputs(*values)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # as operators refuse sizes
+        why = str(error).splitlines()[0]
+        raise _Unfit(f"{user_line(prop.node)} {prop.node}: {why}") from error
+    outputs = graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    return [
+        TensorSpec.of(n.meta["val"])
+        if isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor)
+        else None
+        for n in outputs
+    ]
+
+
+class _Exchanges:
+    """Inserts the exchanges on the edges between expert tasks and others."""
+
+    def __init__(self, dag: Dag, experts: dict[Node, _Expert]) -> None:
+        self._dag, self._experts = dag, experts
+        # By the name of a routing's counts, the microbatch, and the ranks: what the exchange gives.
+        self._counts: dict[tuple[str, int | None, Groups], tuple[Node, Node]] = {}
+
+    def insert(self) -> None:
+        """All of them."""
+        nodes = list(self._experts)
+        entering: dict[tuple[Node, Groups], list[_Expert]] = {}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if "border" in source.meta and producer(source) not in self._experts:
+                    one = self._experts[node]
+                    entering.setdefault((source, one.groups), []).append(one)
+        counts = {k: v for k, v in entering.items() if k[0].meta["border"][0] == "exchange_counts"}
+        for (value, _), users in counts.items():
+            self._exchange_counts(value, users)
+        for (value, groups), users in entering.items():
+            if (value, groups) not in counts:
+                self._enter(value, users)
+        for node in nodes:
+            for value in list(node.users):
+                if any(_is_other_task(user, self._experts) for user in value.users):
+                    self._leave(value, self._experts[node])
+
+    def _exchange_counts(self, value: Node, users: list[_Expert]) -> None:
+        one = users[0]
+        spec = value.meta["spec"]
+        local, splits = self._insert(
+            Kind.EXCHANGE_COUNTS,
+            [value],
+            one,
+            [
+                (f"{value.name}_here", ops.block_spec(spec, len(one.groups[0]))),
+                (f"{value.name}_splits", replace(spec, shape=(2, *spec.shape)).contiguous()),
+            ],
+        )
+        self._counts[value.meta["border"][1], _microbatch(value), one.groups] = local, splits
+        for user in users:
+            user.node.replace_input_with(value, local)
+
+    def _enter(self, value: Node, users: list[_Expert]) -> None:
+        one = users[0]
+        results = [(f"{value.name}_here", value.meta["spec"])]
+        (here,) = self._insert(Kind.EXCHANGE, [value, self._splits(value, one)], one, results)
+        for user in users:
+            user.node.replace_input_with(value, here)
+
+    def _leave(self, value: Node, one: _Expert) -> None:
+        users = [u for u in value.users if _is_other_task(u, self._experts)]
+        results = [(f"{value.name}_back", value.meta["spec"])]
+        (back,) = self._insert(Kind.UNEXCHANGE, [value, self._splits(value, one)], one, results)
+        for user in users:
+            user.replace_input_with(value, back)
+
+    def _splits(self, value: Node, one: _Expert) -> Node:
+        return self._counts[value.meta["border"][1], _microbatch(value), one.groups][1]
+
+    def _insert(
+        self,
+        kind: Kind,
+        values: list[Node],
+        one: _Expert,
+        results: Sequence[tuple[str, TensorSpec]],
+    ) -> tuple[Node, ...]:
+        last = max(values)
+        while is_pick(last.next):
+            last = last.next
+        made_by = task_of(producer(values[0]))
+        task = Task(
+            kind=kind,
+            label=f"{values[0].name}.{made_by.name}",
+            devices=one.devices,
+            stream=one.how.stream,
+            where=made_by.where,
+        )
+        with self._dag.graph.inserting_after(last):
+            return collective(
+                self._dag.graph,
+                task,
+                getattr(ops, kind.value),
+                values,
+                one.groups,
+                name=f"{kind.value}_{safe(task.label)}_on_{one.devices[0]}",
+                results=results,
+            )
+
+
+def _microbatch(value: Node) -> int | None:
+    name = task_of(producer(value)).name
+    return name.mb if name is not None else None
+
+
+def _note_layouts(dag: Dag, one: _Expert) -> None:
+    task = task_of(one.node)
+    assert task.name is not None
+    for source in one.node.all_input_nodes:
+        position = source.meta.get("arg")
+        if position is not None and dag.args[position].kind is ArgKind.PARAMETER:
+            dag.layouts[position, one.devices] = Layout(
+                bucket=str(task.name.region),
+                shard_groups=one.groups,
+                stream=one.how.stream,
+                prefetch=0,
+                keep="step",
+                reduced=True,
+                is_local=True,
+                where=one.how.label,
+            )

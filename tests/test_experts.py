@@ -1,0 +1,387 @@
+"""Experts split over ranks equal one process, within 1e-12 in float64, over clipped steps."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piper_dynamo as piper
+from piper_dynamo.ir.program import EXCHANGES, Op
+from piper_dynamo.passes import replicate
+from piper_dynamo.runtime import exchange
+from tests import experts, jobs, replicas
+from tests.experts import EXPERTS, Mixture
+from tests.models import fill, rows
+from tests.replicas import LINE, PAIR
+
+QUAD = {0: [0, 1, 2, 3]}
+LONE = (9.0, 0.0, -9.0, -9.0)  # the first two experts get all tokens
+
+
+# Operators.
+
+
+def assignments(n: int = 7, k: int = 2) -> Tensor:
+    return torch.tensor([[(3 * i + 2 * j) % EXPERTS for j in range(k)] for i in range(n)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 2])
+def test_each_row_meets_its_expert(k: int, dtype: torch.dtype) -> None:
+    index = assignments(7, k)
+    x, w = fill([7, 4], 1).detach().to(dtype), fill([EXPERTS, 4, 3], 2).detach().to(dtype)
+    sent, routing = piper.moe.dispatch(x, index, EXPERTS)
+    got = piper.moe.combine(piper.moe.grouped_mm(sent, w, routing), routing)
+    want = torch.stack([torch.stack([x[i] @ w[e] for e in row]) for i, row in enumerate(index)])
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want)
+
+
+def test_the_sort_is_stable_and_counts_are_kept() -> None:
+    index = torch.tensor([[2], [0], [2], [0]])
+    sent, routing = piper.moe.dispatch(torch.arange(4.0).unsqueeze(1), index, EXPERTS)
+    assert sent.flatten().tolist() == [1, 3, 0, 2]
+    assert routing.counts.tolist() == [2, 0, 2, 0]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_the_operators(weighted: bool) -> None:
+    index = assignments(5)
+    x = fill([5, 4], 1).detach().requires_grad_()
+    w = fill([EXPERTS, 4, 3], 2).detach().requires_grad_()
+    share = fill([5, 2], 3).detach().requires_grad_()
+
+    def mix(x: Tensor, w: Tensor, share: Tensor) -> Tensor:
+        sent, routing = piper.moe.dispatch(x, index, EXPERTS)
+        y = piper.moe.grouped_mm(sent, w, routing)
+        return piper.moe.combine(y, routing, share if weighted else None)
+
+    assert torch.autograd.gradcheck(mix, (x, w, share))
+
+
+@pytest.mark.parametrize("op", ["permute", "unpermute", "exchange", "grouped_mm", "grouped_outer"])
+def test_fake_kernels_agree_with_real_ones(op: str) -> None:
+    x, order = fill([6, 4], 1).detach(), torch.tensor([3, 1, 0, 2, 5, 4])
+    counts = torch.tensor([2, 0, 3, 1])
+    args: dict[str, tuple[Any, ...]] = {
+        "permute": (x, order, 1),
+        "unpermute": (x, order),
+        "exchange": (x, counts),
+        "grouped_mm": (x, fill([4, 4, 3], 2).detach(), counts),
+        "grouped_outer": (x, x, counts),
+    }
+    torch.library.opcheck(getattr(torch.ops.piper, op).default, args[op])
+
+
+def test_an_expert_without_rows_has_a_zero_gradient() -> None:
+    w = fill([EXPERTS, 4, 3], 2).detach().requires_grad_()
+    sent, routing = piper.moe.dispatch(fill([3, 4], 1).detach(), torch.tensor([1, 1, 1]), EXPERTS)
+    piper.moe.grouped_mm(sent, w, routing).sum().backward()
+    assert w.grad is not None
+    assert [bool(g.any()) for g in w.grad] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, i: piper.moe.dispatch(x[0], i, 4), "tokens [n, d]"),
+        (lambda x, i: piper.moe.dispatch(x, i[:2], 4), "expert_index [n, k]"),
+        (lambda x, i: piper.moe.dispatch(x, i.double(), 4), "whole numbers"),
+        (lambda x, i: piper.moe.dispatch(x, i, 0), "at least one expert"),
+        (
+            lambda x, i: piper.moe.grouped_mm(x, x, piper.moe.dispatch(x, i, 4)[1]),
+            "weight [E, d, h]",
+        ),
+        (
+            lambda x, i: piper.moe.grouped_mm(
+                x, x.new_zeros(3, 4, 2), piper.moe.dispatch(x, i, 4)[1]
+            ),
+            "one matrix for each expert",
+        ),
+        (
+            lambda x, i: piper.moe.grouped_mm(
+                x.float(), x.new_zeros(4, 4, 2), piper.moe.dispatch(x, i, 4)[1]
+            ),
+            "one dtype",
+        ),
+        (
+            lambda x, i: piper.moe.combine(x, piper.moe.dispatch(x, i, 4)[1], x),
+            "one weight for each token and expert",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(call: Any, words: str) -> None:
+    with pytest.raises(piper.PiperStrategyError, match=re.escape(words)):
+        call(fill([7, 4], 1).detach(), assignments())
+
+
+@pytest.mark.parametrize("wrong", [-1, EXPERTS])
+def test_an_index_out_of_range_says_so(wrong: int) -> None:
+    with pytest.raises(IndexError, match="experts 0 to 3"):
+        piper.moe.dispatch(fill([1, 4], 1).detach(), torch.tensor([wrong]), EXPERTS)
+
+
+# Captured.
+
+
+def test_any_backend_runs_the_operators() -> None:
+    """Without a strategy, and with Dynamo alone: one graph, the eager result, empty experts too."""
+    model, (x, y) = Mixture(1, shift=LONE), rows(24, 0)
+    want = model(x, y)
+    for backend in ("eager", "aot_eager", "piper"):
+        step = torch.compile(model, backend=backend, fullgraph=True)
+        torch.testing.assert_close(step(x, y), want, rtol=0, atol=1e-14)
+
+
+def test_new_counts_do_not_compile_again() -> None:
+    """R19: other counts every step, zeros among them."""
+    model = Mixture(1)
+    step = piper.compile(model, experts.strategy({0: [0]}, 2, "gpipe"), rows(24, 0))
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        for k in range(3):
+            loss = step(*rows(24, 2 * k))
+            loss.backward()
+            assert loss.item() == pytest.approx(Mixture(1)(*rows(24, 2 * k)).item(), abs=1e-12)
+    finally:
+        torch.compiler.set_stance("default")
+
+
+# Parity.
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "top"),
+    [("gpipe", 0, 1), ("gpipe", 1, 2), ("gpipe", 3, 2)],
+)
+def test_one_stage(schedule: str, zero: int, top: int) -> None:
+    experts.check(experts.strategy(PAIR, 2, schedule, zero=zero), PAIR, zero=zero, top=top)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "top", "shift"),
+    [
+        ("one_f_one_b", 0, 2, LONE),
+        ("one_f_one_b", 3, 1, (0.0,) * 4),
+        ("zb_h1", 1, 2, LONE),
+        ("zbv", 0, 2, (0.0,) * 4),
+        ("dualpipev", 3, 2, LONE),
+    ],
+)
+def test_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...]) -> None:
+    placement, microbatches = replicas.SCHEDULES[schedule]
+    wanted = experts.strategy(placement, microbatches, schedule, zero=zero)
+    experts.check(wanted, placement, zero=zero, top=top, shift=shift)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("shift", [(0.0,) * 4, LONE], ids=["spread", "lone"])
+def test_sweep_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...]) -> None:
+    placement, microbatches = replicas.SCHEDULES[schedule]
+    wanted = experts.strategy(placement, microbatches, schedule, zero=zero)
+    experts.check(wanted, placement, zero=zero, top=top, shift=shift)
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_four_ranks_share_the_experts(zero: int) -> None:
+    experts.check(experts.strategy(QUAD, 2, "gpipe", zero=zero), QUAD, zero=zero, shift=LONE)
+
+
+def copies(microbatches: int, placement: Any, schedule: str, **options: Any) -> piper.Strategy:
+    """Two ranks share the experts, and there are two copies of them."""
+    return piper.Strategy(
+        piper.Split({}, num_microbatches=microbatches),
+        *jobs.places(placement),
+        piper.Replicate({"PP": "*"}, axes=("dp", "ep"), **options),
+        piper.Shard({"EP": "*"}, axes=("ep",)),
+        *jobs.orders(schedule, placement, microbatches),
+        mesh=piper.Mesh((2, 2), ("dp", "ep")),
+    )
+
+
+def test_copies_of_experts_are_summed_over_their_holders() -> None:
+    experts.check(copies(2, QUAD, "gpipe"), QUAD, size=2)
+
+
+def test_every_layout_gives_one_gradient() -> None:
+    """R15: not once too often, not divided again: [1.0, 1.5] for two experts on two ranks."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64).reshape(2, 1, 1))
+
+        def forward(self, tokens: Tensor, index: Tensor) -> Tensor:
+            with piper.annotate("PP", 0):
+                sent, routing = piper.moe.dispatch(tokens, index, 2)
+                with piper.annotate("EP"):
+                    y = piper.moe.grouped_mm(sent, self.w, routing)
+                return piper.moe.combine(y, routing).mean()
+
+    tokens = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.float64)
+    index = (tokens.flatten() - 1).long() % 2
+
+    def job() -> list[list[float]]:
+        mine = tokens.chunk(2)[piper.rank()], index.chunk(2)[piper.rank()]
+        step = piper.compile(Two(), experts.strategy(PAIR, 1, ""), mine)
+        found = []
+        for which in (mine[1], torch.zeros_like(mine[1]), torch.ones_like(mine[1])):
+            step(mine[0], which).backward()
+            ((_, w),) = piper.named_parameters(step)
+            assert w.grad is not None
+            found.append(replicas.local(w.grad).flatten().tolist())
+            w.grad = None
+        return found
+
+    first, second = jobs.run_ranks(job, 2)
+    assert (first, second) == ([[1.0], [2.5], [0.0]], [[1.5], [0.0], [2.5]])
+
+
+def test_split_backward_multiplies_no_more() -> None:
+    counts = []
+    for schedule in ("one_f_one_b", "zb_h1"):
+        placement, microbatches = replicas.SCHEDULES[schedule]
+        plan = piper.plan(
+            Mixture(2), experts.strategy(placement, microbatches, schedule), rows(12, 0), 4
+        )
+        runs = [i for p in plan.programs for i in p.instrs if i.op is Op.RUN]
+        counts.append(sum(plan.chunks[i.target].matmuls for i in runs))
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_a_rank_holds_and_exchanges() -> None:
+    plan = piper.plan(Mixture(2), experts.strategy(LINE, 2, "gpipe"), rows(12, 0), 4)
+    names = {a.position: a.name for a in plan.args}
+    for program in plan.programs:
+        mine = {names[p] for p, _ in program.experts}
+        assert len(mine) == 4
+        assert all(experts.is_expert(name) for name in mine)
+        issued = [i.op for i in program.instrs if i.op in EXCHANGES]
+        # Per layer and microbatch: counts once; there and back, in forward and backward.
+        assert issued.count(Op.EXCHANGE_COUNTS) == 2 * 2
+        assert issued.count(Op.EXCHANGE) == 2 * 2 * 2
+        # The first layer's rows are the batch, which gets no gradient.
+        assert issued.count(Op.UNEXCHANGE) == 2 * 2 * 2 - (2 if program.rank < 2 else 0)
+    assert "sharded" in plan.summary()
+
+
+# Controls: the comparison fails for the mistakes it is there to find.
+
+
+def fails(wanted: piper.Strategy, placement: Any, **options: Any) -> None:
+    with pytest.raises(AssertionError, match=r"params|shard of|norms|losses"):
+        experts.check(wanted, placement, **options)
+
+
+def test_control_rows_in_the_order_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = exchange._splits
+
+    def unsorted(asked: Tensor, arrived: Tensor) -> exchange.Splits:
+        return replace(real(asked, arrived), by_expert=None, by_rank=None)
+
+    monkeypatch.setattr(exchange, "_splits", unsorted)
+    fails(experts.strategy(PAIR, 2, "gpipe"), PAIR)
+
+
+def test_control_copies_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicate, "_reduce_experts", lambda *args: None)
+    with pytest.raises(piper.PiperPlanError, match="not reduced over its replicas"):
+        experts.check(copies(2, QUAD, "gpipe"), QUAD, size=2)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_control_expert_gradients_scaled(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.ops.piper.grouped_outer
+
+    def scaled(*args: Any) -> Tensor:
+        return real(*args) * factor
+
+    one = experts.case()
+    model = one.build(1)
+    for name, param in model.named_parameters():
+        if experts.is_expert(name):
+            param.register_hook(lambda grad: grad * factor)
+    want = replicas.reference(replace(one, build=lambda stages: model))
+    ranks = replicas.run(one, PAIR, experts.strategy(PAIR, 2, "gpipe"))
+    with pytest.raises(AssertionError, match=r"losses|norms"):
+        replicas.compare(ranks, want, PAIR, 0, part=experts.part_of(2))
+
+
+# Refusals.
+
+
+class Odd(Mixture):
+    """One thing in an expert region that ranks cannot share."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(1)
+        self.what = what
+        self.bias = nn.Parameter(fill([3], 5))
+
+    def mix(self, h: Tensor, layer: int) -> Tensor:
+        weights, index = (h @ self.gate[layer]).softmax(-1).topk(2)
+        sent, routing = piper.moe.dispatch(h, index, EXPERTS)
+        with piper.annotate("EP"):
+            inner = piper.moe.grouped_mm(sent, self.up[layer], routing)
+            if self.what == "bias":
+                inner = inner + self.bias
+            if self.what == "reads":
+                inner = inner + h.sum()
+            if self.what == "baked":
+                inner = inner + torch.arange(inner.shape[0], dtype=inner.dtype).unsqueeze(1)
+            out = piper.moe.grouped_mm(inner, self.down[layer], routing)
+            extra = out.sum() if self.what == "leaves" else None
+        found = piper.moe.combine(out, routing, weights)
+        return found if extra is None else found + extra
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("bias", "parameter 'bias' otherwise than as a weight of piper.moe.grouped_mm"),
+        ("reads", "piper.moe.dispatch did not send there"),
+        ("leaves", "piper.moe.combine does not bring back"),
+        ("baked", "another number of rows"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(what: str, words: str) -> None:
+    with pytest.raises(piper.PiperPlanError, match=re.escape(words)) as caught:
+        piper.plan(Odd(what), experts.strategy(PAIR, 2, "gpipe"), rows(12, 0), 2)
+    assert "test_experts.py:" in str(caught.value)
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    wanted = experts.strategy({0: [0, 1, 2]}, 1, "")
+    with pytest.raises(piper.PiperPlanError, match=r"4 experts, which 3 ranks do not divide"):
+        piper.plan(Mixture(1), wanted, rows(12, 0), 3)
+
+
+def test_two_shards_of_one_region_are_refused() -> None:
+    wanted = experts.strategy(PAIR, 1, "")
+    twice = piper.Strategy(*wanted.directives, piper.Shard({"EP": 0}))
+    with pytest.raises(piper.PiperPlanError, match="sharded twice"):
+        piper.plan(Mixture(1), twice, rows(12, 0), 2)
+
+
+def test_sharded_copies_of_experts_are_refused_by_name() -> None:
+    with pytest.raises(piper.PiperPlanError, match=r"zero=3 for experts of which there are copies"):
+        piper.plan(Mixture(1), copies(2, QUAD, "gpipe", zero=3), rows(12, 0), 4)
+
+
+def test_a_region_without_experts_is_refused() -> None:
+    wanted = piper.Strategy(
+        *jobs.places(PAIR), piper.Replicate({"PP": "*"}), piper.Shard({"XP": "*"})
+    )
+    with pytest.raises(piper.PiperPlanError, match="no task has the tag 'XP'"):
+        piper.plan(Mixture(1), wanted, rows(12, 0), 2)
+
+
+def test_capacity_is_refused_for_now() -> None:
+    with pytest.raises(piper.PiperStrategyError, match="capacity"):
+        piper.plan(Mixture(1), experts.strategy(PAIR, 1, "", capacity=2), rows(12, 0), 2)
