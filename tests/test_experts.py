@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import piper_dynamo as piper
-from piper_dynamo.ir.program import EXCHANGES, Op
+from piper_dynamo.ir.program import EXCHANGES, Instr, Op
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.verify import verify
 from piper_dynamo.passes import replicate
 from piper_dynamo.runtime import exchange
 from tests import experts, jobs, replicas
@@ -311,6 +313,68 @@ def test_control_expert_gradients_scaled(factor: float, monkeypatch: pytest.Monk
     ranks = replicas.run(one, PAIR, experts.strategy(PAIR, 2, "gpipe"))
     with pytest.raises(AssertionError, match=r"losses|norms"):
         replicas.compare(ranks, want, PAIR, 0, part=experts.part_of(2))
+
+
+# Mutated plans.
+
+
+def changed(plan: piper.Plan, op: Op, **fields: Any) -> list[Any]:
+    """The programs of a plan, with the first instruction of that kind changed on every rank."""
+    found = []
+    for program in plan.programs:
+        instrs = list(program.instrs)
+        at = next(i for i, instr in enumerate(instrs) if instr.op is op)
+        new = {k: v(instrs[at]) if callable(v) else v for k, v in fields.items()}
+        instrs[at] = replace(instrs[at], **new)
+        found.append(replace(program, instrs=tuple(instrs)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_layers() -> piper.Plan:
+    return piper.plan(Mixture(1), experts.strategy(PAIR, 1, ""), rows(12, 0), 2)
+
+
+def test_rows_without_counts_are_refused(two_layers: piper.Plan) -> None:
+    verify(two_layers.programs)
+    wrong = changed(
+        two_layers, Op.EXCHANGE, inputs=lambda instr: (instr.inputs[0], instr.inputs[0])
+    )
+    with pytest.raises(piper.PiperPlanError, match="does not say how many rows"):
+        verify(wrong)
+
+
+def test_rows_on_another_communicator_are_refused(two_layers: piper.Plan) -> None:
+    with pytest.raises(piper.PiperPlanError, match="but their counts were over"):
+        verify(changed(two_layers, Op.EXCHANGE, stream="other"))
+
+
+def test_a_rank_without_its_exchange_is_refused(two_layers: piper.Plan) -> None:
+    first, second = two_layers.programs
+    at = next(i for i, instr in enumerate(second.instrs) if instr.op is Op.UNEXCHANGE)
+    (handle,) = second.instrs[at].outputs
+    kept = [
+        instr
+        for i, instr in enumerate(second.instrs)
+        if i != at and not (instr.op is Op.WAIT and instr.inputs == (handle,))
+    ]
+    with pytest.raises(piper.PiperPlanError, match="collective"):
+        verify([first, replace(second, instrs=tuple(kept))])
+
+
+def test_gathered_experts_are_refused(two_layers: piper.Plan) -> None:
+    """Each rank computes with its own."""
+    programs = []
+    for program in two_layers.programs:
+        (reg, _), *_ = [one for one in program.state if one[1] in dict(program.experts)]
+        spec = TensorSpec(shape=(4, 4, 3), dtype=torch.float64, stride=(12, 3, 1))
+        start = Instr(
+            op=Op.ALL_GATHER, task="x", inputs=(reg,), outputs=("h",), group=(0, 1), specs=(spec,)
+        )
+        wait = Instr(op=Op.WAIT, task="x", inputs=("h",), outputs=("_",), specs=(spec,))
+        programs.append(replace(program, instrs=(start, wait, *program.instrs)))
+    with pytest.raises(piper.PiperPlanError, match="a rank's own experts"):
+        verify(programs)
 
 
 # Refusals.

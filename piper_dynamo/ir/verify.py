@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from piper_dynamo.errors import PiperPlanError, format_error, join_faults
 from piper_dynamo.ir.contributions import check_gathers, check_reductions
 from piper_dynamo.ir.cycle import find_cycle
+from piper_dynamo.ir.exchanges import check_exchanges
 from piper_dynamo.ir.program import COLLECTIVES, REDUCTIONS, Group, Instr, Op, RankProgram
 
 
@@ -33,7 +34,11 @@ def verify(programs: Sequence[RankProgram]) -> None:
         *_check_collectives(programs),
     ]
     if not faults:  # these follow values through messages and collectives that match
-        faults = [*check_reductions(programs), *check_gathers(programs)]
+        faults = [
+            *check_reductions(programs),
+            *check_gathers(programs),
+            *check_exchanges(programs),
+        ]
     if faults:
         raise PiperPlanError(join_faults("the plan is unsafe", faults))
     cycle = _HappensBefore(programs).cycle()
