@@ -12,8 +12,9 @@ from torch import Tensor
 
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_error
 from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.planning import Plan
-from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.comm import STATE, Communicator
 from piper_dynamo.sharding import digest
 
 
@@ -92,50 +93,87 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
     return silent
 
 
-def check_replicas(plan: Plan, comm: Communicator, params: Sequence[tuple[str, Tensor]]) -> None:
+def check_replicas(
+    plan: Plan, comm: Communicator, params: Sequence[tuple[str, Tensor]], start: str
+) -> None:
     """Replicas must start from equal parameters.
 
+    Args:
+        plan: Of the step.
+        comm: This rank's.
+        params: Name and value of each replicated parameter, whole.
+        start: "equal" refuses others; "broadcast" overwrites those that differ with the values of
+            the first replica.
+
     Raises:
-        PiperRuntimeError: They differ; names the parameters.
+        PiperRuntimeError: They differ; names the parameters. Or ranks ask for different things.
         PiperTimeoutError: A replica does not come here.
     """
     number = comm.adoptions
     comm.adoptions = number + 1
-    mine = digest([value for _, value in params])
-    text = f"{number} {plan.fingerprint()} {','.join(mine)} {describe(plan)}"
-    comm.publish(_key("replicas", number, comm.rank), text)
-    programs: list[str] = []
-    differing: dict[str, list[int]] = {}
-    for rank in plan.group(comm.rank):
+    text = f"{number} {plan.fingerprint()} {start} {','.join(digest([v for _, v in params]))}"
+    comm.publish(_key("replicas", number, comm.rank), f"{text} {describe(plan)}")
+    group = plan.group(comm.rank)
+    others: list[str] = []
+    found: dict[int, list[str]] = {}
+    for rank in group:
         other = comm.lookup(_key("replicas", number, rank), f"{number} ", comm.timeout_s)
         if other is None:
             raise PiperTimeoutError(
                 format_error(
                     f"rank {rank} did not prepare the step within {comm.timeout_s:g} s",
-                    {"this rank": comm.rank, "replicas": plan.group(comm.rank)},
+                    {"this rank": comm.rank, "replicas": group},
                     hint="every rank must call the same step; look for the first failed rank",
                 )
             )
-        _, program, theirs, what = other.split(" ", 3)
+        _, program, theirs, values, what = other.split(" ", 4)
         if program != plan.fingerprint():
-            programs.append(f"rank {rank}: {what}")
-            continue
-        for (name, _), one, two in zip(params, mine, theirs.split(","), strict=True):
-            if one != two:
-                differing.setdefault(name, []).append(rank)
-    if programs:
-        raise _different_programs(plan, comm, programs)
-    if differing:
-        shown = [f"{name} on rank {', '.join(map(str, r))}" for name, r in differing.items()]
-        more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
-        raise PiperRuntimeError(
-            format_error(
-                f"rank {comm.rank} starts from other parameters than its replicas",
-                {"they differ in": "\n".join([*shown[:8], *more])},
-                hint="seed every rank alike before the model is built (torch.manual_seed), "
-                "or load the same state dict",
-            )
+            others.append(f"rank {rank}: {what}")
+        elif theirs != start:
+            others.append(f"rank {rank}: option 'start' is {theirs!r}, here {start!r}")
+        found[rank] = values.split(",")
+    if others:
+        raise _different_programs(plan, comm, others)
+    unequal = [i for i in range(len(params)) if len({values[i] for values in found.values()}) > 1]
+    if unequal and start == "broadcast":
+        _copy_first([params[i][1] for i in unequal], group, comm)
+    elif unequal:
+        raise _different_parameters(params, unequal, found, comm.rank)
+
+
+def _copy_first(values: Sequence[Tensor], group: tuple[int, ...], comm: Communicator) -> None:
+    """Give every rank of the group its first rank's values: the sum with zeros of all others."""
+    for value in values:
+        local = value.detach()
+        if comm.rank != group[0]:
+            local.zero_()
+        given = local.contiguous()
+        handle = comm.start_collective(
+            "all_reduce", [given], (STATE, group), [TensorSpec.of(given)]
         )
+        (total,) = comm.wait_all(handle)
+        local.copy_(total)
+
+
+def _different_parameters(
+    params: Sequence[tuple[str, Tensor]],
+    unequal: Sequence[int],
+    found: dict[int, list[str]],
+    mine: int,
+) -> PiperRuntimeError:
+    shown = []
+    for i in unequal:
+        ranks = [rank for rank, values in found.items() if values[i] != found[mine][i]]
+        shown.append(f"{params[i][0]} on rank {', '.join(map(str, ranks))}")
+    more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
+    return PiperRuntimeError(
+        format_error(
+            f"rank {mine} starts from other parameters than its replicas",
+            {"they differ in": "\n".join([*shown[:8], *more])},
+            hint="seed every rank alike before the model is built (torch.manual_seed), load the "
+            'same state dict, or ask for the first replica\'s values: start="broadcast"',
+        )
+    )
 
 
 def _different_programs(plan: Plan, comm: Communicator, others: list[str]) -> PiperRuntimeError:

@@ -11,6 +11,7 @@ from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperStrategyError, format_error
 from piper_dynamo.strategy import Strategy
 
+STARTS = ("equal", "broadcast")
 COMPILE_MODES = ("aten", "inductor", "emulate")
 
 
@@ -28,6 +29,8 @@ class Options:
         timeout_s: Seconds that any wait for another rank may take.
         outputs: Where the outputs other than the loss come back: on the ranks that own them
             ("owner") or "everywhere".
+        start: What becomes of replicas whose parameters differ before the first step: "equal"
+            refuses them, "broadcast" gives all of them the values of the first replica.
     """
 
     strategy: Strategy | None = None
@@ -35,6 +38,7 @@ class Options:
     costs: Costs | None = None
     timeout_s: float = 300.0
     outputs: str = "owner"
+    start: str = "equal"
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -53,6 +57,10 @@ class Options:
         if self.outputs not in ("owner", "everywhere"):
             raise PiperStrategyError(
                 f"option 'outputs' is {self.outputs!r}; choose 'owner' or 'everywhere'"
+            )
+        if self.start not in STARTS:
+            raise PiperStrategyError(
+                f"option 'start' is {self.start!r}; choose 'equal' or 'broadcast'"
             )
 
     def _check_costs(self) -> None:

@@ -286,7 +286,8 @@ class CompiledStep:
         distributed = any(layout.shard_groups for layout in layouts.values())
         new = [a for a in self._args if a.position in layouts and not record_of(values[a.position])]
         if new:
-            check_replicas(plan, comm, [(a.name, values[a.position]) for a in new])
+            given = [(a.name, values[a.position]) for a in new]
+            check_replicas(plan, comm, given, self._options.start)
         for arg in self._args:
             ranks = holders.get(arg.position, (0,))
             value = values[arg.position]

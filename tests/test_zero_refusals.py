@@ -20,7 +20,7 @@ from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.planning import Plan
 from tests import jobs, replicas
-from tests.jobs import Placement, mentions, places, refusal
+from tests.jobs import Placement, Trace, mentions, places, refusal
 from tests.models import Stack4, TiedLM, rows
 from tests.replicas import CASES, LINE, PAIR
 
@@ -200,6 +200,39 @@ def test_replicas_whose_parameters_differ_at_the_start(zero: int) -> None:
     for rank, text in enumerate(jobs.run_ranks(job, 2)):
         tells_replicas_apart(text, "w.2", rank, 1 - rank)
         assert "w.1" not in text, f"w.1 is the same on both replicas:\n{text}"
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_replicas_take_the_first_ones_values_on_request(zero: int) -> None:
+    """All parameters differ; both ranks train from the first rank's."""
+
+    def job() -> Trace:
+        model = Stack4(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(piper.rank())
+        wanted = replicas.strategy(PAIR, 2, zero=zero)
+        batches = [replicas.mine(PLAIN.batch(k), PAIR) for k in range(jobs.STEPS)]
+        step = piper.compile(model, wanted, example_inputs=batches[0], start="broadcast")
+        return replicas.train(step, batches)
+
+    replicas.compare(jobs.run_ranks(job, 2), replicas.reference(PLAIN), PAIR, zero)
+
+
+def test_replicas_that_ask_for_different_starts() -> None:
+    def job() -> str:
+        start = ("equal", "broadcast")[piper.rank()]
+
+        def run() -> None:
+            wanted = replicas.strategy(PAIR, 2)
+            step = piper.compile(Stack4(1), wanted, example_inputs=rows(8), start=start)
+            step(*rows(8))
+
+        return refusal(run, Exception)
+
+    for text in jobs.run_ranks(job, 2):
+        assert "'broadcast'" in text
+        assert "'equal'" in text
 
 
 def test_replicas_of_one_stage_that_differ() -> None:
