@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piper_dynamo.errors import PiperRuntimeError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
@@ -67,6 +69,9 @@ def pack(name: str, values: Sequence[Any], size: int) -> Parcel:
 
         return Parcel(value=counts.contiguous(), sent=even, received=even, unpack=learn)
     rows, splits = values
+    told = sum(splits.sent if name == "exchange" else splits.received)
+    if rows.shape[0] != told:
+        raise PiperRuntimeError(f"{rows.shape[0]} rows are to be sent, but {told} were counted")
     if name == "exchange":
         return Parcel(
             value=rows.contiguous(),

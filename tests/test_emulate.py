@@ -46,7 +46,7 @@ def step_times(stages: int, placement: jobs.Placement, schedule: str) -> tuple[l
     """Seconds per step, and what the simulation says."""
     step = emulated(stages, placement, schedule)
     times = []
-    for _ in range(8):
+    for _ in range(30):  # one of them at a quiet moment
         dist.barrier()
         start = time.perf_counter()
         step(*rows(8)).backward()

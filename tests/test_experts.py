@@ -13,7 +13,7 @@ from piper_dynamo.ir.program import EXCHANGES, Instr, Op
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.passes import replicate
-from piper_dynamo.runtime import exchange
+from piper_dynamo.runtime import exchange, local
 from tests import experts, jobs, replicas
 from tests.experts import EXPERTS, Mixture
 from tests.models import fill, rows
@@ -313,6 +313,42 @@ def test_control_expert_gradients_scaled(factor: float, monkeypatch: pytest.Monk
     ranks = replicas.run(one, PAIR, experts.strategy(PAIR, 2, "gpipe"))
     with pytest.raises(AssertionError, match=r"losses|norms"):
         replicas.compare(ranks, want, PAIR, 0, part=experts.part_of(2))
+
+
+def emulate(microbatches: int) -> list[float]:
+    """A step of two emulated ranks; 24 rows, 12 a rank."""
+
+    def job() -> float:
+        costs = piper.Costs(F=1e-4, BI=1e-4, BW=1e-4)
+        wanted = experts.strategy(PAIR, microbatches, "gpipe")
+        batch = replicas.mine(experts.case().batch(0), PAIR)
+        step = piper.compile(Mixture(1), wanted, batch, compile="emulate", costs=costs)
+        loss = step(*batch)
+        loss.backward()
+        return float(loss.item())
+
+    return jobs.run_ranks(job, 2)
+
+
+def test_emulated_devices_exchange_even_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed, but as many rows travel as evenly used experts would get."""
+    sent: list[list[int]] = []
+    real = exchange.pack
+
+    def watched(name: str, values: Any, size: int) -> exchange.Parcel:
+        found = real(name, values, size)
+        if name != "exchange_counts":
+            sent.append(found.sent)
+        return found
+
+    monkeypatch.setattr(local, "pack", watched)
+    assert emulate(2) == [0.0, 0.0]
+    assert sent == [[6, 6]] * (2 * 2 * (4 * 4 - 1))  # the first layer's rows have no gradient
+
+
+def test_emulated_experts_that_cannot_be_used_alike_are_refused() -> None:
+    with pytest.raises(piper.PiperStrategyError, match="use all experts alike"):
+        emulate(4)  # 3 tokens, 6 rows for 4 experts
 
 
 # Mutated plans.
