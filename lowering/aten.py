@@ -1,4 +1,4 @@
-"""Chunks that run operator by operator, with as little memory traffic as their graphs allow.
+"""Chunks that run operator by operator, with less memory traffic than their graphs ask for.
 
 Three rewrites, each on a copy of a chunk's graph:
 
@@ -35,7 +35,7 @@ _addable: dict[str, tuple[int, ...]] = {}
 
 
 def addable(chunk: Chunk) -> tuple[int, ...]:
-    """Which outputs are matrix products, turned or not, that the chunk uses for nothing else."""
+    """Which results are matrix products, turned or not, that no operator of the chunk reads."""
     if chunk.key not in _addable:
         outputs = _outputs(chunk.graph)[: chunk.num_results]
         _addable[chunk.key] = tuple(
@@ -117,7 +117,7 @@ def _same_as(node: Node) -> Node | None:
 
 
 def write_over(graph: fx.Graph) -> None:
-    """Let pointwise operators write over what dies there.
+    """Let pointwise operators write over what dies there; linear in the nodes.
 
     rewrite:   y = op(x, ...)   ->   y = op_(x, ...)
     requires:  x is made in this graph, fills its memory, and has y's shape, strides and dtype;

@@ -478,7 +478,10 @@ class _Lowering:
 
 
 def _is_splits(value: Node) -> bool:
-    """Whether a value is what an exchange of counts tells the exchanges of rows."""
+    """Whether a value is what an exchange of counts tells the exchanges of rows.
+
+    These start as soon as their rows exist, and wait for it themselves.
+    """
     if not is_pick(value) or value.args[1] != 1:
         return False
     return task_of(producer(value)).kind is Kind.EXCHANGE_COUNTS

@@ -180,7 +180,7 @@ def _depth(dag: Dag) -> dict[RegionId, int]:
     later: set[object] = set()
     found: dict[RegionId, int] = {}
     for region in reversed(dag.regions):
-        later.add(region.tags[:1])  # experts within a stage are no stage
+        later.add(region.tags[:1])  # the outermost tag is the stage; experts within it are none
         found[region] = len(later)
     return found
 

@@ -17,8 +17,9 @@ def add_in_chunks(program: RankProgram, chunks: Mapping[str, Chunk]) -> RankProg
     """Let chunks add to sums.
 
     rewrite:   w = run(...) ; s = accumulate(s, w)   ->   s = run(..., s)
-    requires:  w is a product; it is added before the next chunk runs, and nothing between reads or
-               writes w or s; the chunk's other runs that add do the same
+    requires:  w is a product, and nothing else reads it (`cut` copies gradients that are read);
+               it is added before the next chunk runs, and nothing between reads or writes w or s;
+               the chunk's other runs that add do the same
     keeps:     the order of the parts in each sum
     """
     instrs: list[Instr] = list(program.instrs)

@@ -65,7 +65,7 @@ def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
         if node in regions.of:
             members[regions.of[node]].append(node)
     kept = {o.node for o in capture.outputs if o.node} | set(capture.buffers.values())
-    # Exchanges at borders need the counts, whether or not the experts' region reads them.
+    # Exchanges at borders need the counts as a value of their own.
     kept |= {n.name for n in capture.graph.nodes if exchange_of(n) == "exchange_counts"}
     partials: dict[RegionId, list[Node]] = {region: [] for region in regions.order}
     early: set[Node] = set()

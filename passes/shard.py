@@ -100,7 +100,7 @@ class Shard:
         if not faults:
             faults += [fault for one in experts.values() for fault in _check(dag, one, experts)]
         if not faults:
-            local = _Localizer(dag, experts)
+            local = _Localizer(dag)
             for one in experts.values():
                 local(one)
             faults += local.faults
@@ -244,9 +244,9 @@ class _Local:
 class _Localizer:
     """Makes expert chunks for the experts of one rank and for any number of rows."""
 
-    def __init__(self, dag: Dag, experts: dict[Node, _Expert]) -> None:
+    def __init__(self, dag: Dag) -> None:
         self.faults: list[str] = []
-        self._dag, self._experts = dag, experts
+        self._dag = dag
         self._made: dict[tuple[str, int], _Local | None] = {}
         self._of: dict[Node, _Local | None] = {}
 

@@ -47,7 +47,7 @@ def train_line(case: str, zero: int) -> tuple[Trace, dict[str, Tensor]]:
 
 
 def train_experts(zero: int) -> Trace:
-    """Two stages, each with experts that its two ranks share; the first layers' get no others."""
+    """Two stages, each with experts that its two ranks share; the second rank's get no rows."""
     one, wanted = experts.case(shift=(9.0, 0.0, -9.0, -9.0)), experts.strategy
     step = replicas.compiled(one, LINE, wanted(LINE, 2, "one_f_one_b", zero=zero), timeout_s=30.0)
     return replicas.train(step, [replicas.mine(one.batch(k), LINE) for k in range(STEPS)])

@@ -400,7 +400,7 @@ def test_replicas_equal_one_process(schedule: str, zero: int, options: dict[str,
     ],
 )
 def test_experts_equal_one_process(schedule: str, sizes: dict[str, int]):
-    """Each rank has its share of rows and experts; loads and biases are those of all ranks."""
+    """Each rank has its share of rows and experts; biases stay zero on both sides."""
     config = Config(
         model="moe", dim=16, layers=4, heads=2, kv_heads=1, seq=8, batch=16, microbatches=4,
         steps=3, experts=4, dtype="float64", schedule=schedule, **sizes,

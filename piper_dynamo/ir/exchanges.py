@@ -1,7 +1,8 @@
 """The part of the proof that is about experts: rows go and come back by what the counts said.
 
 Formal: every exchange of rows over a group uses splits that an exchange of counts over the same
-group gave; a block of expert parameters is read by chunks alone.
+group gave; a block of expert parameters is read by chunks alone. Not proven: that the counts are
+those of the same routing, and that the chunks are made for one rank's experts.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ def check_exchanges(programs: Sequence[RankProgram]) -> list[str]:
 
 def _check_rank(program: RankProgram) -> list[str]:
     faults: list[str] = []
-    blocks = {reg for reg, position in program.state if position in dict(program.experts)}
+    experts = {position for position, _ in program.experts}
+    blocks = {reg for reg, position in program.state if position in experts}
     asked: dict[str, Instr] = {}  # the exchange of counts behind each handle
     splits: dict[str, Instr] = {}  # and behind each register of splits
     for index, instr in enumerate(program.instrs):

@@ -63,7 +63,13 @@ def verdict(difference: float, config: Config, steps: int) -> str:
 
 
 def one_process(config: Config, corpus: Corpus, *, balancing: bool = True) -> Reference:
-    """Train an untouched copy of the model on whole batches, everything else alike."""
+    """Train an untouched copy of the model on whole batches, everything else alike.
+
+    Args:
+        config: The job.
+        corpus: Its text.
+        balancing: Whether the biases of experts move, as they do in the job.
+    """
     model = build(config)
     optimizer = make_optimizer(model.parameters(), config)
     losses, norms = [], []

@@ -124,9 +124,7 @@ class Llama(nn.Module):
         self.embedding = nn.Embedding(VOCAB, dim)
         shape = (dim, config.heads, config.kv_heads)
         self.layers = nn.ModuleList(
-            MoEBlock(*shape, config.experts, config.top_k)
-            if config.model == "moe"
-            else Block(*shape)
+            MoEBlock(*shape, config.experts, config.top_k) if self.has_experts else Block(*shape)
             for _ in range(config.layers)
         )
         self.norm = nn.RMSNorm(dim)
