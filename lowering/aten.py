@@ -10,6 +10,7 @@ Three rewrites, each on a copy of a chunk's graph:
 Signature: chunk -> a graph that runs; chunk -> which of its outputs can be added into sums.
 """
 
+from collections import Counter
 from typing import Any
 
 from torch import Tag, Tensor, fx, ops
@@ -31,19 +32,21 @@ _TOLD_WHERE = {
     aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
 }
-_addable: dict[str, tuple[int, ...]] = {}
+_addable: dict[tuple[str, int], tuple[int, ...]] = {}
 
 
 def addable(chunk: Chunk) -> tuple[int, ...]:
     """Which results are matrix products, turned or not, that no operator of the chunk reads."""
-    if chunk.key not in _addable:
-        outputs = _outputs(chunk.graph)[: chunk.num_results]
-        _addable[chunk.key] = tuple(
+    key = (chunk.key, chunk.num_results)
+    if key not in _addable:
+        outputs = _outputs(chunk.graph)
+        times = Counter(node for node in outputs if isinstance(node, Node))
+        _addable[key] = tuple(
             i
-            for i, node in enumerate(outputs)
-            if outputs.count(node) == 1 and _product(node) is not None
+            for i, node in enumerate(outputs[: chunk.num_results])
+            if _product(node) is not None and times[node] == 1
         )
-    return _addable[chunk.key]
+    return _addable[key]
 
 
 def runnable_graph(chunk: Chunk, adds: tuple[int, ...] = ()) -> fx.Graph:

@@ -38,17 +38,26 @@ def compile_chunks(
         progress: Called with the number compiled and the number to compile.
         adds: By chunk name, the outputs that are added into sums; "aten" only.
     """
-    forms = {name: (mode, chunk.key, (adds or {}).get(name, ())) for name, chunk in chunks.items()}
+    forms = {  # a ragged chunk may look like one that is not
+        name: (
+            "aten" if chunk.is_ragged else mode,
+            chunk.key,
+            (adds or {}).get(name, ()),
+        )
+        for name, chunk in chunks.items()
+    }
     missing = {form: chunks[name] for name, form in forms.items() if form not in _compiled}
     for count, (form, chunk) in enumerate(missing.items()):
         if progress is not None:
             progress(count, len(missing))
         start = time.perf_counter()
-        if mode == "inductor" and not chunk.is_ragged:
+        if form[0] == "inductor":
             _compiled[form] = _inductor(chunk)
         else:
             _compiled[form] = runnable(runnable_graph(chunk, form[2])).forward
-        log.info("chunk %s compiled (%s) in %.2f s", chunk.key, mode, time.perf_counter() - start)
+        log.info(
+            "chunk %s compiled (%s) in %.2f s", chunk.key, form[0], time.perf_counter() - start
+        )
     if progress is not None and missing:
         progress(len(missing), len(missing))
     return {name: _compiled[form] for name, form in forms.items()}

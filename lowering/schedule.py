@@ -176,11 +176,24 @@ def _last_backward(names: list[TaskName | None]) -> set[int]:
 
 
 def _depth(dag: Dag) -> dict[RegionId, int]:
-    """Stages from each region to the end; the pieces of one stage count once."""
+    """Stages from each region to the end.
+
+    The pieces of one stage count once, and so do regions inside it on the same devices: experts.
+    """
+    devices: dict[tuple[tuple[str, int], ...], set[tuple[int, ...]]] = {}
+    for node in dag.tasks():
+        name = task_of(node).name
+        if name is not None:
+            devices.setdefault(name.region.tags, set()).add(task_of(node).devices)
+
+    def stage(tags: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        around = (tags[:k] for k in range(1, len(tags)))
+        return next((t for t in around if devices.get(t) == devices.get(tags)), tags)
+
     later: set[object] = set()
     found: dict[RegionId, int] = {}
     for region in reversed(dag.regions):
-        later.add(region.tags[:1])  # the outermost tag is the stage; experts within it are none
+        later.add(stage(region.tags))
         found[region] = len(later)
     return found
 

@@ -5,6 +5,7 @@ The partial gradient then never exists, which saves its memory and one pass over
 Signature: rank program -> the same with fewer accumulations.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -23,12 +24,14 @@ def add_in_chunks(program: RankProgram, chunks: Mapping[str, Chunk]) -> RankProg
     keeps:     the order of the parts in each sum
     """
     instrs: list[Instr] = list(program.instrs)
+    readers = Counter(reg for instr in instrs for reg in instr.reads())
     found: dict[int, dict[int, int]] = {}  # by chunk run: where the output at a position is added
     chosen: dict[str, set[int]] = {}  # by chunk: what all its runs can add
     for index, instr in enumerate(instrs):
         if instr.op is not Op.RUN:
             continue
-        mine = _accumulations(instrs, index, addable(chunks[instr.target]))
+        alone = [p for p in addable(chunks[instr.target]) if readers[instr.outputs[p]] == 1]
+        mine = _accumulations(instrs, index, alone)
         if mine:
             found[index] = mine
             chosen[instr.target] = chosen.get(instr.target, set(mine)) & set(mine)

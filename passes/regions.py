@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError, format_error
-from piper_dynamo.ir.alias import is_random
+from piper_dynamo.ir.alias import exchange_of, is_random
 from piper_dynamo.ir.joint import ENTRY, OUTPUT_COPY, PREFIX, ArgKind, Capture
 from piper_dynamo.ir.spec import user_line
 from piper_dynamo.ir.task import RegionId
@@ -118,6 +118,7 @@ def _free_nodes(capture: Capture, backward: set[Node]) -> set[Node]:
             node.op in ("call_function", "get_attr")
             and node not in backward
             and not is_random(node)
+            and not exchange_of(node)  # it is a border, whatever the routing is made of
             and node.name not in keep
             and all(i in free for i in node.all_input_nodes)
         ):

@@ -10,18 +10,13 @@ parameter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import fx
 from torch.fx.node import Node
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperPlanError, join_faults
 from piper_dynamo.ir import ops
-from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable
 from piper_dynamo.ir.graph import (
     Dag,
     Layout,
@@ -33,13 +28,12 @@ from piper_dynamo.ir.graph import (
 )
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.program import Groups
-from piper_dynamo.ir.spec import TensorSpec, user_line
+from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
+from piper_dynamo.passes.localize import Localizer
 from piper_dynamo.passes.select import along, region_misses
 
 Devices = tuple[int, ...]
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-_TURNS = ("transpose", "t", "permute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +91,13 @@ class Shard:
             return
         faults = region_misses(self._shardings, dag)
         experts = self._find(dag, faults)
+        if not faults:  # one microbatch stands for all
+            alike = {str(one.node.target): one for one in reversed(experts.values())}
+            faults += [fault for one in alike.values() for fault in _check(dag, one, experts)]
         if not faults:
-            faults += [fault for one in experts.values() for fault in _check(dag, one, experts)]
-        if not faults:
-            local = _Localizer(dag)
+            local = Localizer(dag)
             for one in experts.values():
-                local(one)
+                local(one.node, len(one.groups[0]), one.where)
             faults += local.faults
         if faults:
             raise PiperPlanError(
@@ -141,9 +136,13 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
     inputs = phase.chunk.graph.find_nodes(op="placeholder")
     size = len(one.groups[0])
     for source, inside in _with_placeholders(one.node, inputs):
-        position = source.meta.get("arg")
+        made = producer(source).meta.get("task")
+        whole = source.args[0] if made is not None and made.kind is Kind.SLICE else source
+        assert isinstance(whole, Node)
+        position = whole.meta.get("arg")
         if position is not None:
             faults += _check_argument(dag, one, dag.args[position], inside, size)
+            faults += _check_other_uses(dag, one, source, experts)
         elif source.op == "placeholder":
             faults.append(
                 f"{one.where} makes the loss, which needs all ranks' tokens\n"
@@ -165,7 +164,8 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
             faults.append(
                 f"{one.where} gives {task_of(outside[0]).name} a value that piper.moe.combine does "
                 "not bring back\n"
-                "  hint  let only combine's result leave the expert region"
+                "  hint  let only combine's result leave the expert region, and give the rows of "
+                "one dispatch to one region"
             )
     return faults
 
@@ -198,7 +198,8 @@ def _check_argument(dag: Dag, one: _Expert, arg: Any, inside: Node, size: int) -
         return [
             f"{one.where} uses parameter {arg.name!r} otherwise than as a weight of "
             "piper.moe.grouped_mm, so it cannot be split by experts\n"
-            "  hint  use it outside of the expert region"
+            "  hint  a weight must be the parameter itself, [E, d, h] in the rows' dtype; use "
+            "others outside of the expert region"
         ]
     if arg.spec.shape[0] % size:
         divisors = [d for d in range(1, arg.spec.shape[0] + 1) if arg.spec.shape[0] % d == 0]
@@ -209,180 +210,45 @@ def _check_argument(dag: Dag, one: _Expert, arg: Any, inside: Node, size: int) -
     return []
 
 
+def _check_other_uses(
+    dag: Dag, one: _Expert, source: Node, experts: dict[Node, _Expert]
+) -> list[str]:
+    """A rank has its own experts only: nobody else may ask for all of them."""
+    arg = dag.args[source.meta["arg"]] if "arg" in source.meta else None
+    if arg is None or arg.kind is not ArgKind.PARAMETER:
+        return []
+    others = [
+        str(task_of(user).name)
+        for user in source.users
+        if (_is_other_task(user, experts) and task_of(user).devices == one.devices)
+        or (user in experts and experts[user].groups != one.groups and user < one.node)
+    ]
+    if not others:
+        return []
+    return [
+        f"parameter {arg.name!r} of {one.where} is used by {others[0]} too, where all experts "
+        "would be needed\n  hint  use it in expert regions alone, all of them sharded alike"
+    ]
+
+
 def _is_matrix_only(node: Node) -> bool:
     return all(
         (_opname(user) == "grouped_mm" and node not in (user.args[0], user.args[2]))
-        or (_opname(user) in _TURNS and _is_matrix_only(user))
+        or (_keeps_first_dim(user) and _is_matrix_only(user))
         for user in node.users
     )
 
 
+def _keeps_first_dim(node: Node) -> bool:
+    """Whether a node only exchanges a matrix's rows and columns, expert by expert."""
+    if _opname(node) == "transpose":
+        return all(isinstance(d, int) and d % 3 for d in node.args[1:])
+    dims = node.args[1] if len(node.args) > 1 else None
+    return _opname(node) == "permute" and isinstance(dims, list | tuple) and dims[0] == 0
+
+
 def _opname(node: Node) -> str:
     return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """A value's spec with the rows that were captured, and with another number of them."""
-
-    usual: TensorSpec
-    other: TensorSpec
-
-    @property
-    def is_rows(self) -> bool:
-        return self.usual != self.other
-
-
-@dataclass(slots=True)
-class _Local:
-    """A local chunk and what is known of its outputs."""
-
-    chunk: Chunk
-    outputs: list[_Seen | None] = field(default_factory=list)
-
-
-class _Localizer:
-    """Makes expert chunks for the experts of one rank and for any number of rows."""
-
-    def __init__(self, dag: Dag) -> None:
-        self.faults: list[str] = []
-        self._dag = dag
-        self._made: dict[tuple[str, int], _Local | None] = {}
-        self._of: dict[Node, _Local | None] = {}
-
-    def __call__(self, one: _Expert) -> None:
-        """Replace a task's chunk."""
-        node, size = one.node, len(one.groups[0])
-        key = (str(node.target), size)
-        if key not in self._made:
-            self._made[key] = self._localize(one, size)
-        local = self._made[key]
-        self._of[node] = local
-        if local is None:
-            return
-        name = f"{node.target}_of_{size}"
-        self._dag.chunks[name] = local.chunk
-        node.target = name
-        node.meta["phase"] = replace(node.meta["phase"], chunk=local.chunk)
-        for value in node.users:
-            slot = int(str(value.args[1]))
-            seen = local.outputs[slot] if slot < local.chunk.num_results else None
-            if seen is None:
-                continue
-            value.meta["spec"] = seen.usual
-            for user in value.users:
-                task = user.meta.get("task")
-                if task is not None and task.kind in (Kind.ACCUMULATE, Kind.SUM):
-                    user.meta["spec"] = seen.usual
-
-    def _localize(self, one: _Expert, size: int) -> _Local | None:
-        chunk = one.node.meta["phase"].chunk
-        inputs = self._inputs(one, size)
-        if inputs is None:
-            return None
-        graph = copied(chunk.graph)
-        rows = [i.usual.shape[0] for i in inputs if i.is_rows]
-        if rows:
-            _free_views(graph, rows[0])
-        try:
-            other = _propagate(graph, [i.other for i in inputs])
-            usual = _propagate(graph, [i.usual for i in inputs])
-        except _Unfit as error:
-            self.faults.append(
-                f"{one.where} does not work with another number of rows or experts: {error}\n"
-                "  hint  an expert region may only use operators that treat every row alike, and "
-                "piper.moe.grouped_mm"
-            )
-            return None
-        outputs = [
-            _Seen(usual=a, other=b) if a is not None and b is not None else None
-            for a, b in zip(usual, other, strict=True)
-        ]
-        made = make_chunk(graph, chunk.num_results)
-        return _Local(replace(made, is_ragged=True), outputs)
-
-    def _inputs(self, one: _Expert, size: int) -> list[_Seen] | None:
-        """What the chunk's placeholders are on one rank; None where a task before has failed."""
-        phase = one.node.meta["phase"]
-        found: list[_Seen] = []
-        for place, source in enumerate(one.node.args):
-            assert isinstance(source, Node)
-            if phase.takes_bundle and place == len(phase.primals):
-                before = self._of.get(producer(source))
-                if before is None:
-                    return None
-                bundle = before.outputs[before.chunk.num_results :]
-                found += [seen for seen in bundle if seen is not None]
-                continue
-            found.append(self._input(source, size))
-        return found
-
-    def _input(self, source: Node, size: int) -> _Seen:
-        spec: TensorSpec = source.meta["spec"]
-        position = source.meta.get("arg")
-        if position is not None:
-            if self._dag.args[position].kind is ArgKind.PARAMETER:
-                spec = ops.block_spec(spec, size)
-            return _Seen(usual=spec, other=spec)
-        local = self._of.get(producer(source))
-        if local is not None:
-            seen = local.outputs[int(str(source.args[1]))]
-            assert seen is not None
-            return seen
-        if source.meta["border"][0] == "exchange_counts":
-            spec = ops.block_spec(spec, size)
-            return _Seen(usual=spec, other=spec)
-        rows = 2 * spec.shape[0] + 1
-        return _Seen(usual=spec, other=replace(spec, shape=(rows, *spec.shape[1:])).contiguous())
-
-
-class _Propagation(FakeTensorProp):
-    """Knows which node it is at."""
-
-    node: Node | None = None
-
-    def run_node(self, n: Node) -> Any:
-        """Compute one node."""
-        self.node = n
-        return super().run_node(n)
-
-
-class _Unfit(Exception):
-    """A chunk's graph does not work with other sizes; the text says where."""
-
-
-def _free_views(graph: fx.Graph, rows: int) -> None:
-    """Let views that keep all rows find out how many there are."""
-    for node in graph.nodes:
-        if node.target not in _VIEWS:
-            continue
-        source, sizes = node.args
-        if sizes[0] == rows and source.meta["val"].shape[0] == rows:
-            node.args = (source, [-1, *sizes[1:]])
-
-
-def _propagate(graph: fx.Graph, specs: Sequence[TensorSpec]) -> list[TensorSpec | None]:
-    """The outputs' specs for inputs of these; every node's value in `meta` is for them."""
-    mode = compat.FakeTensorMode()
-    with mode:
-        values = [
-            torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs
-        ]
-    prop = _Propagation(runnable(graph), mode)
-    try:
-        with compat.quiet_fake_tensors():
-            prop.propagate_dont_convert_inputs(*values)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # as operators refuse sizes
-        why = str(error).splitlines()[0]
-        raise _Unfit(f"{user_line(prop.node)} {prop.node}: {why}") from error
-    outputs = graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
-    return [
-        TensorSpec.of(n.meta["val"])
-        if isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor)
-        else None
-        for n in outputs
-    ]
 
 
 class _Exchanges:
@@ -390,6 +256,11 @@ class _Exchanges:
 
     def __init__(self, dag: Dag, experts: dict[Node, _Expert]) -> None:
         self._dag, self._experts = dag, experts
+        self._asked = {
+            (node.meta["border"][1], _microbatch(node)): node
+            for node in dag.graph.nodes
+            if node.meta.get("border", ("",))[0] == "exchange_counts"
+        }
         # By the name of a routing's counts, the microbatch, and the ranks: what the exchange gives.
         self._counts: dict[tuple[str, int | None, Groups], tuple[Node, Node]] = {}
 
@@ -427,7 +298,8 @@ class _Exchanges:
         )
         self._counts[value.meta["border"][1], _microbatch(value), one.groups] = local, splits
         for user in users:
-            user.node.replace_input_with(value, local)
+            if value in user.node.all_input_nodes:
+                user.node.replace_input_with(value, local)
 
     def _enter(self, value: Node, users: list[_Expert]) -> None:
         one = users[0]
@@ -444,7 +316,10 @@ class _Exchanges:
             user.replace_input_with(value, back)
 
     def _splits(self, value: Node, one: _Expert) -> Node:
-        return self._counts[value.meta["border"][1], _microbatch(value), one.groups][1]
+        routing, microbatch = value.meta["border"][1], _microbatch(value)
+        if (routing, microbatch, one.groups) not in self._counts:  # no expert asks how many come
+            self._exchange_counts(self._asked[routing, microbatch], [one])
+        return self._counts[routing, microbatch, one.groups][1]
 
     def _insert(
         self,

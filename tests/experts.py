@@ -93,3 +93,17 @@ def check(
     ranks = replicas.run(one, placement, wanted)
     part = part_of(size or replicas.replicas(placement))
     replicas.compare(ranks, replicas.reference(one), placement, zero, part=part)
+
+
+def copies(
+    microbatches: int, placement: Placement, schedule: str, **options: Any
+) -> piper.Strategy:
+    """Two ranks share the experts, and there are two copies of them."""
+    return piper.Strategy(
+        piper.Split({}, num_microbatches=microbatches),
+        *jobs.places(placement),
+        piper.Replicate({"PP": "*"}, axes=("dp", "ep"), **options),
+        piper.Shard({"EP": "*"}, axes=("ep",)),
+        *jobs.orders(schedule, placement, microbatches),
+        mesh=piper.Mesh((2, 2), ("dp", "ep")),
+    )

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import piper_dynamo as piper
 from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable
-from piper_dynamo.ir.program import Op
+from piper_dynamo.ir.program import Instr, Op
+from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering import aten
 from tests import jobs
 from tests.models import Stack4, rows
@@ -120,6 +122,29 @@ def _first(node: fx.Node) -> int:
     return min(place[user] for user in node.users)
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda g: torch.unsafe_chunk(g, 2, 0),
+        lambda g: torch.unsafe_split(g, 2, 0),
+        lambda g: torch.ops.aten.unsafe_split_with_sizes(g, [2, 2], 0),
+        lambda g: torch.split(g, 2, 0),
+        lambda g: g.unbind(0),
+    ],
+)
+def test_parts_are_not_written_over_while_the_whole_lives(parts: Callable[..., Any]) -> None:
+    """Some operators give views and do not say so."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        whole = x @ y
+        first, *_ = parts(whole)
+        return (first * 2).sum() + whole
+
+    args = [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]
+    want = fn(*args)
+    assert torch.equal(run(aten.runnable_graph(traced(fn, *args)), args)[0], want)
+
+
 def test_an_operator_that_is_told_where_to_write() -> None:
     def fn(g: Tensor, x: Tensor) -> Tensor:
         return aten_ops.silu_backward(g * 2, x)
@@ -205,3 +230,36 @@ def test_fused_chunks_add_afterwards() -> None:
     for program in plan("inductor").programs:
         assert not any(i.adds for i in program.instrs)
         assert any(len(i.inputs) == 2 for i in program.instrs if i.op is Op.ACCUMULATE)
+
+
+# Unsafe sums.
+
+
+def refused(change: Callable[[list[Instr]], None]) -> str:
+    """What the proof says of a plan whose first rank's instructions are changed."""
+    first, *others = plan().programs
+    instrs = list(first.instrs)
+    change(instrs)
+    with pytest.raises(piper.PiperPlanError) as caught:
+        verify([replace(first, instrs=tuple(instrs)), *others])
+    return str(caught.value)
+
+
+def test_a_microbatch_left_out_of_a_sum():
+    """A chunk that adds to a sum gives a part of its own instead, which nobody uses."""
+
+    def change(instrs: list[Instr]) -> None:
+        at = next(k for k, i in enumerate(instrs) if i.adds)
+        instrs[at] = replace(instrs[at], adds=(), outputs=("other", *instrs[at].outputs[1:]))
+
+    assert "'other' is made and never used" in refused(change)
+
+
+def test_a_sum_written_over():
+    """A chunk that does not add overwrites what the microbatches before have added."""
+
+    def change(instrs: list[Instr]) -> None:
+        at = next(k for k, i in enumerate(instrs) if i.adds)
+        instrs[at] = replace(instrs[at], adds=())
+
+    assert "is written twice" in refused(change)

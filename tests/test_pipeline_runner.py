@@ -24,7 +24,17 @@ from tests.jobs import LINE2
 from tests.models import Dropped, Stack4, rows
 from tests.tracing import Stages, capture
 
-NAMES = ("split", "split_backward", "place", "tie", "replicate", "transfer", "order", "gather")
+NAMES = (
+    "split",
+    "split_backward",
+    "place",
+    "tie",
+    "shard",
+    "replicate",
+    "transfer",
+    "order",
+    "gather",
+)
 
 
 class Broken:
@@ -93,9 +103,9 @@ def test_dump_writes_a_numbered_file_per_pass(tmp_path: Path, monkeypatch: pytes
     assert "F_PP0_MB1 = F_PP0(" in texts[1]
     assert ("BI_PP1_MB0" in texts[2]) > ("BI_PP1_MB0" in texts[1])
     assert (" on 1" in texts[3]) > (" on 1" in texts[2])
-    assert ("recv(" in texts[6]) > ("recv(" in texts[5])
-    assert ("after " in texts[7]) > ("after " in texts[6])
-    assert texts[8] == made.graph + "\n"
+    assert ("recv(" in texts[7]) > ("recv(" in texts[6])
+    assert ("after " in texts[8]) > ("after " in texts[7])
+    assert texts[9] == made.graph + "\n"
 
 
 def test_nothing_is_written_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

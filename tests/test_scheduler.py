@@ -59,6 +59,22 @@ def test_without_orders_a_line_runs_as_one_forward_one_backward(ranks: int, micr
         assert live_forwards(found, rank) == min(microbatches, ranks - rank)
 
 
+def test_stages_inside_another_tag_are_stages():
+    """Only regions on the devices of the one around them, such as experts, are no stages."""
+
+    class Trunk(Stages):
+        def forward(self, x):
+            with piper.annotate("TRUNK", 0):
+                return super().forward(x)
+
+    strategy = piper.Strategy(
+        piper.Split({}, num_microbatches=8),
+        *(piper.Place({"PP": s}, devices=[s]) for s in range(4)),
+    )
+    found = piper.plan(Trunk(4), strategy, (torch.zeros(16, 2, requires_grad=True),), 4)
+    assert found.simulate().makespan == 3 * (8 + 4 - 1)
+
+
 @pytest.mark.parametrize("group", [0, 1, 2])
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
 def test_an_order_of_one_group_alone(group: int, name: str):

@@ -7,7 +7,13 @@ from torch import fx
 from torch.fx.node import Node
 
 # Views by behaviour whose schema does not say so.
-_HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+_HIDDEN_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops.aten.unsafe_chunk.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
 _COPIES_OF_NOTHING = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 

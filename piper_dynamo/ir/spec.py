@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch.fx.node import Node
 
-_VOCABULARY = re.compile(r"[/\\]piper_dynamo[/\\]moe[/\\]\w+\.py$")
+_LIBRARY = re.compile(r"[/\\](piper_dynamo[/\\]moe|(site|dist)-packages[/\\]torch)[/\\]")
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$')
 
 
@@ -96,8 +96,8 @@ def user_line(node: Node | None) -> str:
     if not trace:
         return ""
     frames = [m for line in str(trace).splitlines() if (m := _FRAME.match(line))]
-    # The vocabulary for experts is called by the user: its own lines say nothing.
-    frames = [m for m in frames if not _VOCABULARY.search(m[1])] or frames
+    # What torch.nn and the vocabulary for experts do inside says nothing to who calls them.
+    frames = [m for m in frames if not _LIBRARY.search(m[1])] or frames
     return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
 
 

@@ -103,8 +103,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     Raises:
         PiperStrategyError: A shape does not fit.
     """
-    if y.dim() != 2:
-        _refuse("combine takes rows [r, d]", y=y.shape)
+    if y.dim() != 2 or y.shape[0] != routing.order.shape[0]:
+        _refuse("combine takes rows [r, d] of its routing", y=y.shape, rows=routing.order.shape[0])
     if weights is not None and weights.shape != routing.chosen.shape:
         _refuse(
             "combine takes one weight for each token and expert, [n, k]",
@@ -210,17 +210,33 @@ def _(rows: Tensor, arrived: Tensor) -> Tensor:
 @torch.library.custom_op("piper::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, weight: Tensor, arrived: Tensor) -> Tensor:
     """X of each expert's rows @ weight of that expert."""
+    _check_experts(weight, arrived)
+    counts = _counts(x, arrived)
     result = x.new_empty((x.shape[0], weight.shape[2]))
     start = 0
-    for expert, count in enumerate(arrived.tolist()):
+    for expert, count in enumerate(counts):
         if count:
             torch.mm(x.narrow(0, start, count), weight[expert], out=result.narrow(0, start, count))
             start += count
     return result
 
 
+def _check_experts(weight: Tensor, arrived: Tensor) -> None:
+    if weight.shape[0] != arrived.shape[0]:
+        raise RuntimeError(f"{weight.shape[0]} matrices for {arrived.shape[0]} experts")
+
+
+def _counts(x: Tensor, arrived: Tensor) -> list[int]:
+    """Rows of each expert; x must have all of them."""
+    counts: list[int] = arrived.tolist()
+    if x.shape[0] != sum(counts):
+        raise RuntimeError(f"x has {x.shape[0]} rows, but its routing has {sum(counts)}")
+    return counts
+
+
 @_grouped_mm.register_fake
 def _(x: Tensor, weight: Tensor, arrived: Tensor) -> Tensor:
+    _check_experts(weight, arrived)
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
@@ -229,7 +245,7 @@ def _grouped_outer(x: Tensor, y: Tensor, arrived: Tensor) -> Tensor:
     """For each expert x^T @ y over its rows; zeros where it has none."""
     result = x.new_empty((arrived.shape[0], x.shape[1], y.shape[1]))
     start = 0
-    for expert, count in enumerate(arrived.tolist()):
+    for expert, count in enumerate(_counts(x, arrived)):
         if not count:
             result[expert].zero_()
             continue

@@ -1,0 +1,275 @@
+"""Localize: expert chunks made for the experts of one rank, and for any number of rows.
+
+Terms: *rows* are as in `rows.py`; a chunk is *local* once its parameters are one rank's experts.
+Its captured number of rows, the even share, stays in its specs.
+
+Signature: a task's chunk -> a local chunk, or why there cannot be one. A graph is traced twice,
+with the captured rows and with others: what changes is rows, what breaks is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.ir import ops
+from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable
+from piper_dynamo.ir.graph import Dag, producer
+from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.spec import TensorSpec, user_line
+from piper_dynamo.ir.task import Kind
+from piper_dynamo.passes.rows import mixing
+
+aten = torch.ops.aten
+_SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """A value's spec with the rows that were captured, and with another number of them."""
+
+    usual: TensorSpec
+    other: TensorSpec
+
+    @property
+    def is_rows(self) -> bool:
+        return self.usual != self.other
+
+
+@dataclass(slots=True)
+class _Local:
+    """A local chunk and what is known of its outputs."""
+
+    chunk: Chunk
+    outputs: list[_Seen | None] = field(default_factory=list)
+
+
+class Localizer:
+    """Makes expert chunks for the experts of one rank and for any number of rows."""
+
+    def __init__(self, dag: Dag) -> None:
+        self.faults: list[str] = []
+        self._dag = dag
+        self._made: dict[tuple[str, int], _Local | None] = {}
+        self._of: dict[Node, _Local | None] = {}
+
+    def __call__(self, node: Node, size: int, where: str) -> None:
+        """Replace a task's chunk.
+
+        Args:
+            node: The task.
+            size: Among how many ranks its experts are split.
+            where: The task, for a message.
+        """
+        key = (str(node.target), size)
+        if key not in self._made:
+            self._made[key] = self._localize(node, size, where)
+        local = self._made[key]
+        self._of[node] = local
+        if local is None:
+            return
+        name = f"{node.target}_of_{size}"
+        self._dag.chunks[name] = local.chunk
+        node.target = name
+        node.meta["phase"] = replace(node.meta["phase"], chunk=local.chunk)
+        for value in node.users:
+            slot = int(str(value.args[1]))
+            seen = local.outputs[slot] if slot < local.chunk.num_results else None
+            if seen is None:
+                continue
+            value.meta["spec"] = seen.usual
+            for user in value.users:
+                task = user.meta.get("task")
+                if task is not None and task.kind in (Kind.ACCUMULATE, Kind.SUM):
+                    user.meta["spec"] = seen.usual
+
+    def _localize(self, node: Node, size: int, where: str) -> _Local | None:
+        chunk = node.meta["phase"].chunk
+        inputs = self._inputs(node, size)
+        if inputs is None:
+            return None
+        graph = copied(chunk.graph)
+        rows = [i.usual.shape[0] for i in inputs if i.is_rows]
+        if rows:
+            _free_views(graph, rows[0])
+        try:
+            other = _propagate(graph, [i.other for i in inputs])
+            shapes = {n: _shape(n) for n in graph.nodes}
+            usual = _propagate(graph, [i.usual for i in inputs])
+            _check_rows(graph, shapes, rows[0] if rows else 0)
+        except _Unfit as error:
+            self.faults.append(
+                f"{where} cannot be computed by several ranks: {error}\n"
+                "  hint  an expert region may only use operators that treat every row alike, and "
+                "piper.moe.grouped_mm; make the rest before dispatch or after combine"
+            )
+            return None
+        outputs = [
+            _Seen(usual=a, other=b) if a is not None and b is not None else None
+            for a, b in zip(usual, other, strict=True)
+        ]
+        made = make_chunk(graph, chunk.num_results)
+        return _Local(replace(made, is_ragged=True), outputs)
+
+    def _inputs(self, node: Node, size: int) -> list[_Seen] | None:
+        """What the chunk's placeholders are on one rank; None where a task before has failed."""
+        phase = node.meta["phase"]
+        found: list[_Seen] = []
+        for place, source in enumerate(node.args):
+            assert isinstance(source, Node)
+            if phase.takes_bundle and place == len(phase.primals):
+                before = self._of.get(producer(source))
+                if before is None:
+                    return None
+                bundle = before.outputs[before.chunk.num_results :]
+                for seen in bundle:
+                    assert seen is not None, f"{node} keeps something that is no tensor"
+                    found.append(seen)
+                continue
+            found.append(self._input(source, size))
+        return found
+
+    def _input(self, source: Node, size: int) -> _Seen:
+        spec: TensorSpec = source.meta["spec"]
+        position = source.meta.get("arg")
+        if position is not None:
+            if self._dag.args[position].kind is ArgKind.PARAMETER:
+                spec = ops.block_spec(spec, size)
+            return _Seen(usual=spec, other=spec)
+        local = self._of.get(producer(source))
+        if local is not None:
+            seen = local.outputs[int(str(source.args[1]))]
+            assert seen is not None
+            return seen
+        if source.meta["border"][0] == "exchange_counts":
+            spec = ops.block_spec(spec, size)
+            return _Seen(usual=spec, other=spec)
+        rows = 2 * spec.shape[0] + 1
+        return _Seen(usual=spec, other=replace(spec, shape=(rows, *spec.shape[1:])).contiguous())
+
+
+class _Propagation(FakeTensorProp):
+    """Knows which node it is at."""
+
+    node: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        """Compute one node."""
+        self.node = n
+        return super().run_node(n)
+
+
+class _Unfit(Exception):
+    """A chunk's graph does not work with other sizes; the text says where."""
+
+
+def _free_views(graph: fx.Graph, rows: int) -> None:
+    """Let operators that were told the number of rows find out how many there are."""
+    for node in list(graph.nodes):
+        if node.target in (aten.slice_backward.default, aten.select_backward.default):
+            _pad_instead(graph, node)
+        if node.target not in _SIZED:
+            continue
+        source, sizes = node.args
+        if sizes[0] == rows and source.meta["val"].shape[0] == rows:
+            node.args = (source, [-1, *sizes[1:]])
+
+
+def _pad_instead(graph: fx.Graph, node: Node) -> None:
+    """The gradient of a part, surrounded by zeros, without the whole's number of rows.
+
+    rewrite:   slice_backward(g, [rows, d], 1, a, b, 1)  ->  pad(g, a zeros before, d - b after)
+    """
+    grad, sizes, dim, start = node.args[:4]
+    assert isinstance(grad, Node)
+    assert isinstance(sizes, list | tuple)
+    assert isinstance(dim, int)
+    assert isinstance(start, int)
+    dim %= len(sizes)
+    is_slice = node.target is aten.slice_backward.default
+    if dim == 0 or (is_slice and node.args[5] != 1):
+        return  # mixes rows, or has gaps: left to be refused
+    size = int(str(sizes[dim]))
+    first = min(start % size if start < 0 else start, size)
+    last = min(int(str(node.args[4])), size) if is_slice else first + 1
+    last += size if last < 0 else 0
+    before = [0] * (2 * (len(sizes) - 1 - dim))
+    with graph.inserting_before(node):
+        part = grad if is_slice else graph.call_function(aten.unsqueeze.default, (grad, dim))
+        padded = graph.call_function(
+            aten.constant_pad_nd.default, (part, [*before, first, size - last])
+        )
+    for new in {part, padded} - {grad}:
+        new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "custom")}
+    padded.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(padded)
+    graph.erase_node(node)
+
+
+def _propagate(graph: fx.Graph, specs: Sequence[TensorSpec]) -> list[TensorSpec | None]:
+    """The outputs' specs for inputs of these; every node's value in `meta` is for them."""
+    mode = compat.FakeTensorMode()
+    with mode:
+        values = [
+            torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs
+        ]
+    prop = _Propagation(runnable(graph), mode)
+    try:
+        with compat.quiet_fake_tensors():
+            prop.propagate_dont_convert_inputs(*values)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # as operators refuse sizes
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise _Unfit(f"{user_line(prop.node)} {prop.node}: {why}") from error
+    outputs = graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    return [
+        TensorSpec.of(n.meta["val"])
+        if isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor)
+        else None
+        for n in outputs
+    ]
+
+
+def _shape(node: Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        return [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in value]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _dims(node: Node) -> int:
+    shape = _shape(node)
+    return len(shape) if isinstance(shape, tuple) else 0
+
+
+def _check_rows(graph: fx.Graph, other: dict[Node, Any], rows: int) -> None:
+    """Operators on rows treat every row alike.
+
+    Args:
+        graph: With values for the usual number of rows.
+        other: Every node's shape for another number.
+        rows: The usual number.
+
+    Raises:
+        _Unfit: One may not, or moves the rows to another dim.
+    """
+
+    def changes(value: Any) -> bool:
+        return isinstance(value, Node) and _shape(value) != other[value]
+
+    for node in graph.nodes:
+        operands = [n for n in node.all_input_nodes if changes(n)]
+        if node.op != "call_function" or not operands:
+            continue
+        why = mixing(node, changes, _dims(operands[0]))
+        if not why and changes(node) and isinstance(_shape(node), tuple):
+            usual, now = _shape(node), other[node]
+            moved = usual[1:] != now[1:] or usual[0] != rows
+            why = f"{node} moves the rows" if moved else ""
+        if why:
+            raise _Unfit(f"{user_line(node)} {why}")
