@@ -82,7 +82,7 @@ def test_losses_gradients_and_buffers(
 @pytest.mark.xfail(
     torch.__version__ < "2.14",  # 2.11 is the oldest that is supported
     strict=True,
-    reason="torch before 2.14 drops updates of 0-dim float64 CPU buffers, as does backend='aot_eager'",
+    reason="torch before 2.14 drops updates of 0-dim float64 CPU buffers, in aot_eager too",
 )
 def test_a_float64_buffer_without_dims() -> None:
     model = Counter()
