@@ -65,8 +65,8 @@ def find_regions(capture: Capture, cuts: Cuts | None = None) -> Regions:
         n for n in graph.nodes if n.op == "call_function" and n not in backward and n not in free
     ]
     # What autograd made of forward values alone belongs to the operator whose backward it is.
-    made = [n for n in forward if n.meta.get("autograd_backward")]
-    forward = [n for n in forward if not n.meta.get("autograd_backward")]
+    made = _made_by_autograd(graph, forward, backward)
+    forward = [n for n in forward if n not in made]
     untagged = _adopt(forward, tags)
     pieces = number_pieces(capture, forward, tags, free, cuts or Cuts())
     of, order = _merge_runs(forward, tags, pieces)
@@ -74,7 +74,7 @@ def find_regions(capture: Capture, cuts: Cuts | None = None) -> Regions:
     last = {region.tags: region for region in order}
     tails = _tails(capture, backward, free, seq)
     grad_nodes = _grad_nodes(capture)
-    _place_backward(graph, backward | set(made), tails, tags, seq, last, of, order)
+    _place_backward(graph, backward | made, tails, tags, seq, last, of, order)
     partials = _split_tails(capture, grad_nodes, tails, of, order)
     where: dict[RegionId, str] = {}
     for node in forward:
@@ -98,6 +98,18 @@ def _tangent_dependents(capture: Capture) -> set[Node]:
         if node.name in tangents or any(i in found for i in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _made_by_autograd(graph: fx.Graph, forward: list[Node], backward: set[Node]) -> set[Node]:
+    """Which of the nodes that depend on no tangent autograd has made for its backward.
+
+    Torch marks them; 2.11 does not, and there they are those after the first tangent's.
+    """
+    if any(n.meta.get("autograd_backward") for n in graph.nodes):
+        return {n for n in forward if n.meta.get("autograd_backward")}
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    first = min((place[n] for n in backward if n.op == "call_function"), default=len(place))
+    return {n for n in forward if place[n] > first}
 
 
 def _free_nodes(capture: Capture, backward: set[Node]) -> set[Node]:
