@@ -139,14 +139,13 @@ class Replicate:
                     "  hint  name every axis along which the region's ranks differ"
                 )
                 continue
-            positions, experts = [], []
+            positions: list[int] = []
+            experts: list[int] = []
             for position in readers[region]:
-                if (position, devices) in dag.layouts:  # experts: `shard` has laid them out
-                    experts.append(position)
-                    continue
                 other, where = home.setdefault(position, (one, region))
-                if where == region:
-                    positions.append(position)
+                if where == region:  # `shard` has laid out experts
+                    laid_out = (position, devices) in dag.layouts
+                    (experts if laid_out else positions).append(position)
                 elif _how(other) != _how(one):
                     faults.append(
                         f"parameter {dag.args[position].name!r} is used in {where} and {region}, "
@@ -157,7 +156,7 @@ class Replicate:
                     devices=devices,
                     region=region,
                     positions=tuple(positions),
-                    experts=tuple(dict.fromkeys(experts)),
+                    experts=tuple(experts),
                     how=one,
                 )
             )

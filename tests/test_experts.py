@@ -197,6 +197,28 @@ def test_copies_of_experts_are_summed_over_their_holders() -> None:
     experts.check(experts.copies(2, QUAD, "gpipe"), QUAD, size=2)
 
 
+class Tied(Mixture):
+    """All layers have the same experts, each its own gate."""
+
+    def __init__(self, stages: int = 1) -> None:
+        super().__init__(stages)
+        self.up = nn.ParameterList([self.up[0]] * 4)
+        self.down = nn.ParameterList([self.down[0]] * 4)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_layers_may_share_experts(copied: bool) -> None:
+    """The gradient is the sum over all layers, reduced once over the copies."""
+    placement = QUAD if copied else PAIR
+    if copied:
+        wanted = experts.copies(2, placement, "gpipe")
+    else:
+        wanted = experts.strategy(placement, 2, "gpipe")
+    one = replicas.Case(build=Tied, batch=experts.case().batch)
+    ranks = replicas.run(one, placement, wanted)
+    replicas.compare(ranks, replicas.reference(one), placement, 0, part=experts.part_of(2))
+
+
 def test_every_layout_gives_one_gradient() -> None:
     """R15: not once too often, not divided again: [1.0, 1.5] for two experts on two ranks."""
 
