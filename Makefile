@@ -6,6 +6,7 @@
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+INSTALL := -c constraints.txt -e '.[test]'
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 
 ifdef PYTHON
@@ -18,7 +19,6 @@ endif
 
 # A candidate counts only if it runs: version managers leave names on the path that do not.
 CANDIDATES := python3.13 python3.12 python3.11 python3
-VENV_PYTHON ?= python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help env train test test-slow test-torch bench-pipeline bench-zero lint format docs clean
@@ -49,7 +49,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	fi; \
 	echo "Setting up $(VENV) with $$($$found --version) (once; torch is a large download)"; \
 	$$found -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(VENV)/bin/python -m pip install --quiet $(INSTALL)
 	@touch $@
 
 train: $(READY)
@@ -63,10 +63,8 @@ TORCH_VENV = .venv-torch-$(TORCH)
 
 test-torch:
 	@test -n "$(TORCH)" || { echo "name a version: make test-torch TORCH=2.11.0"; exit 2; }
-	@test -x $(TORCH_VENV)/bin/pytest || { \
-		echo "Setting up $(TORCH_VENV) (once; torch is a large download)"; \
-		$(VENV_PYTHON) -m venv $(TORCH_VENV) && \
-		$(TORCH_VENV)/bin/python -m pip install --quiet 'torch==$(TORCH)' -e '.[test]'; }
+	@$(MAKE) --no-print-directory env PYTHON= VENV=$(TORCH_VENV) \
+		INSTALL="'torch==$(TORCH)' -e '.[test]'"
 	$(TORCH_VENV)/bin/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(READY)
