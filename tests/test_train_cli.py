@@ -348,6 +348,31 @@ MIXES = [
 QUICK = {("one_f_one_b", 3), ("zbv", 2), ("dualpipev", 0), ("zb_h1", 1)}
 
 
+def train_rank(config: Config, corpus: Corpus) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of this rank, on its replica's share of the rows."""
+    found: tuple[list[float], list[float]] = ([], [])
+    share = piper.rank() % config.replicas
+    batches = [
+        corpus.batch(
+            "train", number, seed=config.seed, rows=config.batch, seq=config.seq, data_rank=share,
+            data_world=config.replicas,
+        )
+        for number in range(config.steps)
+    ]  # fmt: skip
+    step = piper.compile(build(config), config.strategy(), batches[0])
+    assert (piper.data_rank(step), piper.data_world(step)) == (share, config.replicas)
+    optimizer = make_optimizer(piper.parameters(step), config)
+    for number, batch in enumerate(batches):
+        set_learning_rate(optimizer, number, config)
+        loss, _ = split_result(step(*batch))
+        loss.backward()
+        found[1].append(piper.clip_grad_norm_(step, config.clip).item())
+        found[0].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 @pytest.mark.parametrize(
     ("schedule", "zero", "options"),
     [
@@ -365,29 +390,8 @@ def test_replicas_equal_one_process(schedule: str, zero: int, options: dict[str,
     )  # fmt: skip
     corpus = counting()
 
-    def steps() -> tuple[list[float], list[float]]:
-        found: tuple[list[float], list[float]] = ([], [])
-        step, optimizer = None, None
-        for number in range(config.steps):
-            share = piper.rank() % 2 if step is None else piper.data_rank(step)
-            batch = corpus.batch(
-                "train", number, seed=0, rows=8, seq=8, data_rank=share, data_world=2
-            )
-            if step is None or optimizer is None:
-                step = piper.compile(build(config), config.strategy(), batch)
-                assert (piper.data_rank(step), piper.data_world(step)) == (share, 2)
-                optimizer = make_optimizer(piper.parameters(step), config)
-            set_learning_rate(optimizer, number, config)
-            loss = step(*batch)
-            loss.backward()
-            found[1].append(piper.clip_grad_norm_(step, config.clip).item())
-            found[0].append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
     want = one_process(config, corpus)
-    for losses, norms in jobs.run_ranks(steps, config.world):
+    for losses, norms in jobs.run_ranks(lambda: train_rank(config, corpus), config.world):
         assert want.max_relative_difference(losses, norms) < 1e-12
 
 
@@ -407,29 +411,8 @@ def test_experts_equal_one_process(schedule: str, sizes: dict[str, int]):
     )  # fmt: skip
     corpus = counting()
 
-    def steps() -> tuple[list[float], list[float]]:
-        found: tuple[list[float], list[float]] = ([], [])
-        share, model = piper.rank() % config.replicas, build(config)
-        batches = [
-            corpus.batch(
-                "train", k, seed=0, rows=16, seq=8, data_rank=share, data_world=config.replicas
-            )
-            for k in range(config.steps)
-        ]
-        step = piper.compile(model, config.strategy(), batches[0])
-        optimizer = make_optimizer(piper.parameters(step), config)
-        for number, batch in enumerate(batches):
-            set_learning_rate(optimizer, number, config)
-            loss, _ = split_result(step(*batch))
-            loss.backward()
-            found[1].append(piper.clip_grad_norm_(step, config.clip).item())
-            found[0].append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
     want = one_process(config, corpus, balancing=False)
-    for losses, norms in jobs.run_ranks(steps, config.world):
+    for losses, norms in jobs.run_ranks(lambda: train_rank(config, corpus), config.world):
         assert want.max_relative_difference(losses, norms) < 1e-12
 
 
