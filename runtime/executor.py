@@ -5,6 +5,7 @@ the `Runtime` below. A failure is told as the instruction it happened in, with t
 line.
 """
 
+import functools
 import linecache
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from piper_dynamo.errors import (
     PiperTimeoutError,
     format_error,
 )
-from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
+from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram
 from piper_dynamo.runtime.comm import Communicator
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
@@ -110,6 +111,9 @@ class Runtime:
         self.wait = comm.wait
         self.wait_all = comm.wait_all
         self.drain = comm.drain
+        # rt.all_gather([values], group, [likes]) and so on start a collective and give its handle.
+        for op in COLLECTIVES:
+            setattr(self, op.value, functools.partial(comm.start_collective, op.value))
 
     def slice(self, batch: Tensor, dim: int | None, part: int, parts: int) -> Tensor:
         """One microbatch of an input, contiguous; of a stack where `dim` is None."""
@@ -151,34 +155,6 @@ class Runtime:
             number = (number ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**63 - 1)
             number ^= number >> 31
         torch.default_generator.manual_seed(number)
-
-    def all_reduce(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
-        """Start sums over the group, in place."""
-        return self._comm.start_collective("all_reduce", values, group, likes)
-
-    def all_gather(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
-        """Start to join the group's blocks of rows."""
-        return self._comm.start_collective("all_gather", values, group, likes)
-
-    def reduce_scatter(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
-        """Start sums over the group of which this rank keeps a block of rows."""
-        return self._comm.start_collective("reduce_scatter", values, group, likes)
-
-    def all_to_all(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
-        """Start to exchange equal blocks of rows."""
-        return self._comm.start_collective("all_to_all", values, group, likes)
-
-    def exchange_counts(self, values: list[Tensor], group: Group, likes: list[Any]) -> Any:
-        """Start to tell each rank how many rows come to its experts."""
-        return self._comm.start_collective("exchange_counts", values, group, likes)
-
-    def exchange(self, values: list[Any], group: Group, likes: list[Any]) -> Any:
-        """Start to send rows to their experts."""
-        return self._comm.start_collective("exchange", values, group, likes)
-
-    def unexchange(self, values: list[Any], group: Group, likes: list[Any]) -> Any:
-        """Start to send rows back."""
-        return self._comm.start_collective("unexchange", values, group, likes)
 
     def begin(self, seconds: float) -> None:
         """On emulated devices: a chunk begins that lasts so long."""
