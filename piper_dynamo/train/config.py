@@ -136,20 +136,19 @@ class Config:
     def _shape_faults(self) -> list[str]:
         faults = [*self._replica_faults(), *self._expert_faults()]
         if self.ranks not in (None, self.world):
-            axes = [f"--pp {self.pp}"]
-            axes += [f"--{n} {getattr(self, n)}" for n in ("dp", "ep") if getattr(self, n) > 1]
-            asked = " x ".join(axes)
+            asked = " x ".join([f"--pp {self.pp}", *self._replica_axes()])
             faults.append(
                 f"--ranks is {self.ranks}, but {asked} needs {self.world}; leave --ranks out"
             )
+        replicas = " x ".join(self._replica_axes())
         if self.batch % self.replicas:
             faults.append(
-                f"--batch {self.batch} does not divide among {self._replicas()} replicas; numbers "
+                f"--batch {self.batch} does not divide among {replicas} replicas; numbers "
                 f"that do: {_divisors(self.batch)}"
             )
         elif self.batch // self.replicas % self.microbatches:
             share = self.batch // self.replicas
-            each = f" (the share of {self._replicas()} is {share})" if self.replicas > 1 else ""
+            each = f" (the share of {replicas} is {share})" if self.replicas > 1 else ""
             faults.append(
                 f"--batch {self.batch}{each} does not divide into --microbatches "
                 f"{self.microbatches}; numbers that do: {_divisors(share)}"
@@ -164,23 +163,21 @@ class Config:
             faults += self._schedule_faults()
         return faults
 
-    def _replicas(self) -> str:
-        named = [f"--{n} {getattr(self, n)}" for n in ("dp", "ep") if getattr(self, n) > 1]
-        return " x ".join(named) or "--dp 1"
+    def _replica_axes(self) -> list[str]:
+        return [f"--{n} {getattr(self, n)}" for n in ("dp", "ep") if getattr(self, n) > 1]
+
+    def _changed(self, *names: str) -> list[str]:
+        """Which of these options were given."""
+        known = Config.__dataclass_fields__
+        return [name for name in names if getattr(self, name) != known[name].default]
 
     def _expert_faults(self) -> list[str]:
         faults = []
         if self.model != "moe":
-            changed = [
-                name
-                for name in ("ep", "experts", "top_k")
-                if getattr(self, name) != Config.__dataclass_fields__[name].default
-            ]
-            faults += [
+            return [
                 f"{_flag(name)} {getattr(self, name)} is about experts; give --model moe"
-                for name in changed
+                for name in self._changed("ep", "experts", "top_k")
             ]
-            return faults
         if self.experts % self.ep:
             faults.append(
                 f"--experts {self.experts} do not divide among --ep {self.ep} ranks; numbers that "
@@ -198,11 +195,7 @@ class Config:
     def _replica_faults(self) -> list[str]:
         """Options that would change nothing are a misunderstanding."""
         faults = []
-        changed = [
-            name
-            for name in ("prefetch", "keep")
-            if getattr(self, name) != Config.__dataclass_fields__[name].default
-        ]
+        changed = self._changed("prefetch", "keep")
         if self.replicas == 1:
             alone = [name for name in ("zero", "bucket_mb") if getattr(self, name)]
             faults += [
