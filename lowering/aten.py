@@ -13,14 +13,13 @@ Signature: chunk -> a graph that runs; chunk -> which of its outputs can be adde
 from collections import Counter
 from typing import Any
 
-from torch import Tag, Tensor, fx, ops
+from torch import Tag, fx, ops
 from torch._ops import OpOverload
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.ir.alias import drop_dead, is_random, root, viewed
-from piper_dynamo.ir.chunk import Chunk, copied
-from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.chunk import Chunk, copied, spec_of
 
 aten = ops.aten
 _COMMUTES = (aten.add.Tensor, aten.mul.Tensor)
@@ -116,7 +115,7 @@ def _same_as(node: Node) -> Node | None:
     if _turned(node) is not None:
         return _turned(source)
     is_first_power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 1
-    return source if is_first_power and _spec(node) == _spec(source) else None
+    return source if is_first_power and spec_of(node) == spec_of(source) else None
 
 
 def write_over(graph: fx.Graph) -> None:
@@ -204,7 +203,7 @@ def _written_over(node: Node, memory: _Memory, here: int) -> Node | None:
 
 def _may_take(operand: Node, node: Node, memory: _Memory, here: int) -> bool:
     owner = memory.of(operand)
-    have, want, whole = _spec(operand), _spec(node), _spec(owner)
+    have, want, whole = spec_of(operand), spec_of(node), spec_of(owner)
     return (
         owner.op == "call_function"
         and memory.last(operand) == here
@@ -241,7 +240,7 @@ def _turned(node: Node) -> Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
-    spec = _spec(source)
+    spec = spec_of(source)
     if spec is None or len(spec.shape) != 2:
         return None
     swaps = (
@@ -256,8 +255,3 @@ def _outputs(graph: fx.Graph) -> list[Any]:
     found = graph.output_node().args[0]
     assert isinstance(found, tuple | list)
     return list(found)
-
-
-def _spec(node: Node) -> TensorSpec | None:
-    value = node.meta.get("val")
-    return TensorSpec.of(value) if isinstance(value, Tensor) else None

@@ -18,7 +18,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.ir import ops
-from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable
+from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable, spec_of
 from piper_dynamo.ir.graph import Dag, producer
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.spec import TensorSpec, user_line
@@ -204,7 +204,7 @@ def _pad_instead(graph: fx.Graph, node: Node) -> None:
         padded = graph.call_function(
             aten.constant_pad_nd.default, (part, [*before, first, size - last])
         )
-    for new in {part, padded} - {grad}:
+    for new in (padded,) if is_slice else (part, padded):
         new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "custom")}
     padded.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(padded)
@@ -227,12 +227,7 @@ def _propagate(graph: fx.Graph, specs: Sequence[TensorSpec]) -> list[TensorSpec 
         raise _Unfit(f"{user_line(prop.node)} {prop.node}: {why}") from error
     outputs = graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
-    return [
-        TensorSpec.of(n.meta["val"])
-        if isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor)
-        else None
-        for n in outputs
-    ]
+    return [spec_of(n) if isinstance(n, Node) else None for n in outputs]
 
 
 def _shape(node: Node) -> Any:

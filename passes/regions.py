@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError, format_error
-from piper_dynamo.ir.alias import exchange_of, is_random
+from piper_dynamo.ir.alias import exchange_of, is_random, operator_name
 from piper_dynamo.ir.joint import ENTRY, OUTPUT_COPY, PREFIX, ArgKind, Capture
 from piper_dynamo.ir.spec import user_line
 from piper_dynamo.ir.task import RegionId
@@ -316,8 +316,7 @@ _LINEAR = frozenset(
 
 
 def _is_linear(node: Node) -> bool:
-    name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
-    return name in _LINEAR
+    return operator_name(node) in _LINEAR
 
 
 def _is_sum(node: Node) -> bool:

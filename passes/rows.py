@@ -13,7 +13,7 @@ from torch import Tag
 from torch._ops import OpOverload
 from torch.fx.node import Node
 
-from piper_dynamo.ir.alias import is_random
+from piper_dynamo.ir.alias import is_random, operator_name
 
 # Where each operator says along which dims it works; none of these may be dim 0.
 _DIM_ARGUMENT = {
@@ -41,7 +41,7 @@ def mixing(node: Node, is_rows: Callable[[Any], bool], dims: int) -> str:
         is_rows: Whether a node's value is rows.
         dims: How many dims its first rows operand has.
     """
-    name = _name(node)
+    name = operator_name(node)
     if is_random(node):
         return f"{name} draws random numbers, which would differ from one process's"
     if name in _BY_EXPERT:
@@ -73,8 +73,3 @@ def _along(node: Node, name: str, dims: int) -> bool | None:
     listed = found if isinstance(found, list | tuple) else [found]
     dims += name in ("unsqueeze", "stack")  # they count the new dim, too
     return not listed or any(not isinstance(d, int) or d % max(dims, 1) == 0 for d in listed)
-
-
-def _name(node: Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return str(getattr(packet or node.target, "__name__", node.target))

@@ -17,6 +17,7 @@ from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperPlanError, join_faults
 from piper_dynamo.ir import ops
+from piper_dynamo.ir.alias import operator_name
 from piper_dynamo.ir.graph import (
     Dag,
     Layout,
@@ -233,7 +234,7 @@ def _check_other_uses(
 
 def _is_matrix_only(node: Node) -> bool:
     return all(
-        (_opname(user) == "grouped_mm" and node not in (user.args[0], user.args[2]))
+        (operator_name(user) == "grouped_mm" and node not in (user.args[0], user.args[2]))
         or (_keeps_first_dim(user) and _is_matrix_only(user))
         for user in node.users
     )
@@ -241,14 +242,10 @@ def _is_matrix_only(node: Node) -> bool:
 
 def _keeps_first_dim(node: Node) -> bool:
     """Whether a node only exchanges a matrix's rows and columns, expert by expert."""
-    if _opname(node) == "transpose":
+    if operator_name(node) == "transpose":
         return all(isinstance(d, int) and d % 3 for d in node.args[1:])
     dims = node.args[1] if len(node.args) > 1 else None
-    return _opname(node) == "permute" and isinstance(dims, list | tuple) and dims[0] == 0
-
-
-def _opname(node: Node) -> str:
-    return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
+    return operator_name(node) == "permute" and isinstance(dims, list | tuple) and dims[0] == 0
 
 
 class _Exchanges:

@@ -45,6 +45,11 @@ def is_random(node: Node) -> bool:
     )
 
 
+def operator_name(node: Node) -> str:
+    """What a node calls, without namespace and overload: `mm`, `getitem`; empty where nothing."""
+    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", ""))
+
+
 def exchange_of(node: Node) -> str:
     """Which of the experts' exchanges a captured node is; empty for any other."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

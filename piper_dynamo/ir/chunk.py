@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import Node, map_arg
 
-from piper_dynamo.ir.alias import is_random, root
+from piper_dynamo.ir.alias import is_random, operator_name, root
 from piper_dynamo.ir.spec import TensorSpec
 
 
@@ -65,7 +65,7 @@ def make_chunk(graph: fx.Graph, num_results: int) -> Chunk:
         shares=_shares(nodes, outputs),
         num_results=num_results,
         is_random=any(is_random(n) for n in calls),
-        matmuls=sum(_opname(n) in _MATMULS for n in calls),
+        matmuls=sum(operator_name(n) in _MATMULS for n in calls),
     )
 
 
@@ -98,11 +98,6 @@ def spec_of(node: Node) -> TensorSpec | None:
     """The spec of a node's value; None where it is not a tensor."""
     value = node.meta.get("val")
     return TensorSpec.of(value) if isinstance(value, torch.Tensor) else None
-
-
-def _opname(node: Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return str(getattr(packet, "__name__", ""))
 
 
 def structural_key(graph: fx.Graph) -> str:
