@@ -2,24 +2,32 @@
 
 What Orders leave open is filled by list scheduling: tasks start as their inputs arrive, backward
 before forward before weight gradient, early microbatches first, and of one microbatch what has the
-longest way to the end. A region that no order names has at most as many microbatches in flight as
-there are stages from it to the end, which is the memory of 1F1B; the bound gives way where orders
-of other groups would make everybody wait.
+longest way to the end. Exchanges of rows take time, during which the tasks that wait for them are
+not ready: whoever may interleave with them, another microbatch in the same group of an Order or
+without any, runs meanwhile. A region that no order names has at most as many microbatches in flight
+as there are stages from it to the end, which is the memory of 1F1B; the bound gives way where
+orders of other groups would make everybody wait.
 
-Signature: placed DAG with orders -> per device group, its tasks in the order they run.
+Signature: placed DAG with orders, costs -> per device group, its tasks in the order they run.
 """
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch.fx.node import Node
 
-from piper_dynamo.ir.graph import Dag, producer, task_of
-from piper_dynamo.ir.task import Kind, Pass, RegionId, TaskName
+from piper_dynamo.costs import Costs, durations, sent_bytes
+from piper_dynamo.ir.graph import Dag, is_pick, producer, task_of
+from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Pass, RegionId, TaskName
 
-COST = {Pass.F: 1.0, Pass.B: 2.0, Pass.BI: 1.0, Pass.BW: 1.0}  # in units of a forward
+COST = {Pass.F: 1.0, Pass.B: 2.0, Pass.BI: 1.0, Pass.BW: 1.0}  # in units of a chunk's forward
+EXCHANGE_COST = 1.0  # long enough that a chunk of whoever may interleave comes in between
 _URGENCY = {Pass.B: 0, Pass.BI: 0, Pass.F: 1, Pass.BW: 2}
-_Key = tuple[int, int, float, int]  # urgency, microbatch, minus the way to the end, vertex
+_FIRST = -1  # the urgency of tasks that an order groups
+# Urgency, microbatch, minus the way to the end, vertex; in a group of an order: first, minus the
+# way to its end, urgency, vertex.
+_Key = tuple[int, float, float, int]
 
 
 @dataclass(slots=True)
@@ -37,23 +45,38 @@ class _Group:
     order: list[Node] = field(default_factory=list)
 
 
-def schedule(dag: Dag) -> dict[tuple[int, ...], list[Node]]:
-    """Run the DAG on an ideal machine, free communication, and record who ran what when.
+def schedule(
+    dag: Dag,
+    costs: Costs | None = None,
+    halves: Mapping[str, tuple[bool, bool]] | None = None,
+) -> dict[tuple[int, ...], list[Node]]:
+    """Run the DAG on an ideal machine and record who ran what when.
+
+    Args:
+        dag: Placed, with orders.
+        costs: What tasks, messages and collectives take; None: every chunk of a forward 1, a
+            backward 2, an exchange of rows 1, and other communication nothing.
+        halves: For each region, whether it has input-gradient and weight-gradient work; with costs.
 
     Returns:
         Every compute task (empty phases too), grouped by devices, in running order. Deterministic.
     """
-    return _Scheduler(dag).run()
+    return _Scheduler(dag, costs, halves or {}).run()
 
 
 class _Scheduler:
-    def __init__(self, dag: Dag) -> None:
+    def __init__(
+        self, dag: Dag, costs: Costs | None, halves: Mapping[str, tuple[bool, bool]]
+    ) -> None:
         self.dag = dag
         self.nodes = [n for n in dag.graph.nodes if n.meta.get("task") is not None]
         index = {node: i for i, node in enumerate(self.nodes)}
         self.successors, self.waiting = _edges(dag, self.nodes, index)
         self.names = [task_of(n).name if _runs(n) else None for n in self.nodes]
-        self.way = _way_to_end(self.successors, self.waiting, self.names)
+        self.cost, self.taken = _costs(self.nodes, self.names, costs, halves)
+        sweep = _in_dataflow(self.successors, self.waiting)
+        self.way = _way_to_end(self.successors, sweep, self.cost)
+        self.way_in_group = _way_in_group(self.nodes, self.successors, sweep, self.cost)
         self.depth = _depth(dag)
         self.last = _last_backward(self.names)
         self.bounded = {name.region for v in self.last if (name := self.names[v]) is not None}
@@ -63,6 +86,7 @@ class _Scheduler:
         self.ordered = {n for before, after, _ in dag.orders for n in (before, after)}
         self.groups: dict[tuple[int, ...], _Group] = {}
         self.events: list[tuple[float, int]] = []  # a node's work is done
+        self.free_at: dict[object, float] = {}  # when a link has carried what it was given
 
     def run(self) -> dict[tuple[int, ...], list[Node]]:
         for vertex in [v for v, count in enumerate(self.waiting) if count == 0]:
@@ -90,9 +114,18 @@ class _Scheduler:
         if name is None:
             if task.kind is Kind.COMPUTE:
                 self.group(task.devices).order.append(self.nodes[vertex])
-            heapq.heappush(self.events, (now, vertex))
+            link = (task.devices, task.stream)
+            begin = max(now, self.free_at.get(link, 0.0)) if self.taken[vertex] else now
+            if self.taken[vertex]:
+                self.free_at[link] = begin + self.taken[vertex]
+            heapq.heappush(self.events, (begin + self.cost[vertex], vertex))
             return
-        self.make_ready((_URGENCY[name.which], name.mb or 0, -self.way[vertex], vertex))
+        urgency = _URGENCY[name.which]
+        way = self.way_in_group.get(vertex)
+        if way is None:
+            self.make_ready((urgency, name.mb or 0, -self.way[vertex], vertex))
+        else:  # nobody else may run now
+            self.make_ready((_FIRST, -way, urgency, vertex))
 
     def make_ready(self, key: _Key) -> None:
         heapq.heappush(self.group(task_of(self.nodes[key[-1]]).devices).ready, key)
@@ -123,7 +156,7 @@ class _Scheduler:
             if name.which is Pass.F:
                 self.in_flight[name.region] += 1
             group.order.append(self.nodes[key[-1]])
-            group.free_at = now + COST[name.which]
+            group.free_at = now + self.cost[key[-1]]
             heapq.heappush(self.events, (group.free_at, key[-1]))
 
     def is_full(self, vertex: int, name: TaskName) -> bool:
@@ -147,10 +180,42 @@ def _runs(node: Node) -> bool:
     return task_of(node).kind is Kind.COMPUTE and node.meta.get("phase") is not None
 
 
-def _way_to_end(
-    successors: list[list[int]], waiting: list[int], names: list[TaskName | None]
-) -> list[float]:
-    """The cost of the costliest chain from each vertex to the end, itself included."""
+def _costs(
+    nodes: list[Node],
+    names: list[TaskName | None],
+    costs: Costs | None,
+    halves: Mapping[str, tuple[bool, bool]],
+) -> tuple[list[float], list[float]]:
+    """How long each node takes, and how long of that it takes its link."""
+    if costs is None:
+        of_names = [COST[name.which] if name is not None else 0.0 for name in names]
+        exchanges = [EXCHANGE_COST * (task_of(n).kind in ROW_EXCHANGES) for n in nodes]
+        return [a + b for a, b in zip(of_names, exchanges, strict=True)], [0.0] * len(nodes)
+    spent = durations([name for name in names if name is not None], costs, halves)
+    taken = [costs.on_link(_sent_bytes(node)) for node in nodes]
+    cost = list(taken)
+    for vertex, (node, name) in enumerate(zip(nodes, names, strict=True)):
+        if name is not None:
+            cost[vertex] = spent[str(name)]
+        elif task_of(node).kind in COLLECTIVE_KINDS | {Kind.SEND}:
+            cost[vertex] += costs.comm
+    return cost, taken
+
+
+def _sent_bytes(node: Node) -> float:
+    kind = task_of(node).kind
+    if kind is Kind.SEND:
+        return sent_bytes(kind, [node.meta["spec"]], 2)
+    if kind not in COLLECTIVE_KINDS:
+        return 0.0
+    groups = node.kwargs["groups"]
+    assert isinstance(groups, tuple | list)
+    assert isinstance(groups[0], tuple | list)
+    return sent_bytes(kind, [u.meta["spec"] for u in node.users if is_pick(u)], len(groups[0]))
+
+
+def _in_dataflow(successors: list[list[int]], waiting: list[int]) -> list[int]:
+    """All vertices, each after those it waits for."""
     left = list(waiting)
     order = [v for v, count in enumerate(left) if count == 0]
     for vertex in order:  # grows while it is read
@@ -158,11 +223,37 @@ def _way_to_end(
             left[target] -= 1
             if left[target] == 0:
                 order.append(target)
+    return order
+
+
+def _way_to_end(successors: list[list[int]], sweep: list[int], cost: list[float]) -> list[float]:
+    """The cost of the costliest chain from each vertex to the end, itself included."""
     way = [0.0] * len(successors)
-    for vertex in reversed(order):
-        name = names[vertex]
+    for vertex in reversed(sweep):
         after = max((way[target] for target in successors[vertex]), default=0.0)
-        way[vertex] = after + (COST[name.which] if name is not None else 0.0)
+        way[vertex] = after + cost[vertex]
+    return way
+
+
+def _way_in_group(
+    nodes: list[Node], successors: list[list[int]], sweep: list[int], cost: list[float]
+) -> dict[int, float]:
+    """The same to the end of a task's group of an order, along tasks of it and what they exchange.
+
+    The longest goes first: so a short chain of tasks is kept for while a long one's rows travel.
+    """
+    groups = {v: group for v, node in enumerate(nodes) if (group := node.meta.get("group"))}
+    way: dict[int, float] = {}
+    for vertex in reversed(sweep):
+        if vertex not in groups:
+            continue
+        after = 0.0
+        for target in successors[vertex]:
+            for last in (target, *(successors[target] if target not in groups else ())):
+                if groups.get(last) == groups[vertex]:
+                    between = cost[target] if last != target else 0.0
+                    after = max(after, between + way[last])
+        way[vertex] = after + cost[vertex]
     return way
 
 

@@ -1,7 +1,7 @@
 """Order: constraints on when tasks of one device group run.
 
 Terms: a *group* of an order is a set of tasks that run before the next group's; tasks inside one
-group may interleave.
+group may interleave, which the scheduler decides where several filters name them (`meta["group"]`).
 
 Signature: placed DAG -> the same DAG with order edges beside it.
 """
@@ -119,6 +119,9 @@ class Order:
                     found += matched
                 if found:
                     groups.append(list(dict.fromkeys(found)))
+                if len(group) > 1:
+                    for node in found:
+                        node.meta["group"] = (order.where, len(groups))
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
             faults += _left_out(order, groups, nodes, dag.num_microbatches)

@@ -1,12 +1,16 @@
-"""The measured timeline of a step, from the times at which its instructions ended."""
+"""The measured timeline of a step, from the times at which its instructions ended.
 
-from collections.abc import Callable
+A collective is drawn in its stream's lane from its issue to the end of the wait for it: how long it
+had, of which it may have needed less. The wait itself has a lane of its own.
+"""
+
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-from piper_dynamo.ir.program import Op
+from piper_dynamo.ir.program import COLLECTIVES, Instr, Op
 from piper_dynamo.ir.task import TaskName
 from piper_dynamo.runtime.executor import Executor
-from piper_dynamo.timeline import Event, Timeline
+from piper_dynamo.timeline import COLLECTIVE_LOOKS, Event, Timeline
 
 
 def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
@@ -16,6 +20,7 @@ def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
 
     def take(executor: Executor) -> None:
         marks = executor.marks
+        issued: dict[str, tuple[Instr, float]] = {}  # by handle: a collective, and when it began
         for (_, start), (index, end) in pairwise(marks):
             instr = executor.program.instrs[index]
             kind, stream = _kind(instr.op), "compute"
@@ -25,19 +30,34 @@ def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
                 kind, tags = name.which.value, dict(name.tags)
             elif kind in ("send", "recv", "wait"):
                 stream = kind
-            events.append(
-                Event(
-                    rank=rank,
-                    stream=stream,
-                    name=instr.task,
-                    kind=kind,
-                    tags=tags,
-                    start_s=start,
-                    end_s=end,
-                )
-            )
+            elif instr.op in COLLECTIVES:
+                issued[instr.outputs[0]] = instr, start
+            if instr.op is Op.WAIT and instr.inputs[0] in issued:
+                of, began = issued.pop(instr.inputs[0])
+                events.append(_event(rank, of.stream, of.task, COLLECTIVE_LOOKS[of.op], began, end))
+            events.append(_event(rank, stream, instr.task, kind, start, end, tags))
 
     return timeline, take
+
+
+def _event(
+    rank: int,
+    stream: str,
+    name: str,
+    kind: str,
+    start_s: float,
+    end_s: float,
+    tags: Mapping[str, int | str] | None = None,
+) -> Event:
+    return Event(
+        rank=rank,
+        stream=stream,
+        name=name,
+        kind=kind,
+        tags=tags or {},
+        start_s=start_s,
+        end_s=end_s,
+    )
 
 
 def _kind(op: Op) -> str:
@@ -48,9 +68,5 @@ def _kind(op: Op) -> str:
             return "recv"
         case Op.WAIT | Op.DRAIN:
             return "wait"
-        case Op.ALL_REDUCE | Op.REDUCE_SCATTER:
-            return "reduce"
-        case Op.ALL_GATHER | Op.ALL_TO_ALL:
-            return "gather"
         case _:
             return "other"

@@ -25,7 +25,9 @@ class Options:
             aten on CPU, inductor on CUDA. "emulate" computes nothing: every chunk is a wait of
             its modelled duration and gives zeros, so loss and gradients are zeros; messages are
             real.
-        costs: With "emulate", and only then: what tasks take, in seconds. `comm` is not used.
+        costs: What tasks, messages and collectives take: what Orders leave open is filled so that
+            the step is short at these costs. With "emulate", where they are needed, in seconds:
+            there, tasks take them, while messages are real.
         timeout_s: Seconds that any wait for another rank may take.
         outputs: Where the outputs other than the loss come back: on the ranks that own them
             ("owner") or "everywhere".
@@ -64,16 +66,15 @@ class Options:
             )
 
     def _check_costs(self) -> None:
-        """Emulated devices need a model of time, and nothing else has a use for one."""
+        """Emulated devices need a model of time."""
         if self.costs is not None and not isinstance(self.costs, Costs):
             raise PiperStrategyError(
                 f"option 'costs' is a {type(self.costs).__name__}; pass a piper.Costs, in seconds"
             )
         if self.compile != "emulate":
-            if self.costs is not None:
+            if self.costs is not None and self.strategy is None:
                 raise PiperStrategyError(
-                    "option 'costs' means something only with compile='emulate', "
-                    f"and 'compile' is {self.compile!r}; leave it out"
+                    "option 'costs' says what tasks take, but there is no strategy to schedule"
                 )
             return
         if self.costs is None:

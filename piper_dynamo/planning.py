@@ -392,6 +392,7 @@ def make_plan(
     dims: dict[int, int],
     *,
     compile_mode: str,
+    costs: Costs | None = None,
     outputs_everywhere: bool = False,
     sync: bool = True,
 ) -> Plan:
@@ -403,6 +404,7 @@ def make_plan(
         world_size: To how many ranks.
         dims: Batch dim of each sliced argument, by position.
         compile_mode: How chunks will run: those run operator by operator add gradients themselves.
+        costs: What tasks and messages take, where what Orders leave open is to be filled by it.
         outputs_everywhere: Whether every rank gets the outputs.
         sync: Whether gradients are reduced over replicas in this step.
 
@@ -435,7 +437,12 @@ def make_plan(
     run_passes(dag, rest, check_values=check, done=len(first), total=NUM_PASSES)
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
-    programs = lower_all(dag, world_size, adding=compile_mode == "aten")
+    halves = {
+        str(region): (p.input_grad is not None, p.weight_grad is not None)
+        for region, p in template.partitions.items()
+    }
+    order = schedule(dag, costs, halves)
+    programs = lower_all(dag, world_size, order, adding=compile_mode == "aten")
     if callable(split.loss):
         check_weight_inputs(split.loss, programs, template.capture.args)
     verify(programs)
@@ -448,10 +455,7 @@ def make_plan(
         capture=template.capture,
         dims=dims,
         untagged=template.regions.untagged,
-        halves={
-            str(region): (p.input_grad is not None, p.weight_grad is not None)
-            for region, p in template.partitions.items()
-        },
+        halves=halves,
         groups=tuple(sorted({task_of(node).devices for node in dag.tasks()})),
     )
 

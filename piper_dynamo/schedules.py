@@ -212,7 +212,8 @@ def zbv(placement: Placement, num_microbatches: int) -> list[Order]:
 def dualpipev(placement: Placement, num_microbatches: int) -> list[Order]:
     """A V whose forwards and backwards come in pairs, one hiding the other's communication.
 
-    A pair is one group, forward first: the order of its tasks where they are not interleaved.
+    A pair is one group of an Order: where regions exchange rows (experts), chunks of one run while
+    the other's rows travel. At the end, input gradients are paired with weight gradients that wait.
 
     Idle: without interleaving, (p-1)F/2 at F=I=W. Memory: p + 1/2 microbatches.
     Least number of microbatches: 2p. Placement: a V.
@@ -248,7 +249,7 @@ def dualpipev(placement: Placement, num_microbatches: int) -> list[Order]:
         yield from run.repeat((r + 1) // 2, "B1 B0")
         yield from run.repeat(1, "I1 I0" if r % 2 else "B1 I0")
         yield from run.repeat(r // 2, "I1 I0")
-        yield from run.repeat(p - r - 1, "W I0")
+        yield from run.repeat(p - r - 1, "W+I0")
         yield from run.repeat(r + 1, "W")
 
     return [Order(list(tasks(r))) for r in range(p)]

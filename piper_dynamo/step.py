@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
 from piper_dynamo.agreement import agree, announcement, check_replicas, compare
+from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import (
     PiperCaptureError,
     PiperRuntimeError,
@@ -29,7 +30,7 @@ from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.program import RankProgram
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
-from piper_dynamo.lowering.emulate import emulated_chunk, modelled_seconds
+from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.options import Options
 from piper_dynamo.planning import Plan, cuts_of, data_dims, make_plan, split_of, template_of
 from piper_dynamo.runtime.comm import STATE, Communicator
@@ -191,6 +192,7 @@ class CompiledStep:
                 world_size,
                 dims,
                 compile_mode=self._options.compile_for(values),
+                costs=self._options.costs,
                 outputs_everywhere=self._options.outputs == "everywhere",
                 sync=self._sync(values),
             )
@@ -236,8 +238,9 @@ class CompiledStep:
             program = plan.programs[comm.rank]
             wanted = {name: plan.chunks[name] for name, _ in program.chunks}
             seconds: dict[str, float] = {}
-            if self._options.costs is not None:
-                seconds = modelled_seconds(plan.programs, self._options.costs, plan.halves)
+            if self._options.compile == "emulate":
+                assert self._options.costs is not None
+                seconds = durations(tasks_run(plan.programs), self._options.costs, plan.halves)
                 functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
             else:
                 functions = compile_chunks(wanted, self._options.compile_for(values))

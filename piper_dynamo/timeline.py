@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_dynamo.errors import PiperError
+from piper_dynamo.ir.program import COLLECTIVES, EXCHANGES, REDUCTIONS
 
 COMPUTE = ("F", "B", "BI", "BW")
 # Colours that stay apart in print and for colour-blind readers (Okabe-Ito, lightened), and what
@@ -26,7 +27,12 @@ LOOKS: Mapping[str, tuple[str, str]] = {
     "wait": ("#e4e4e4", "wait"),
     "reduce": ("#c4668f", "reduce"),
     "gather": ("#dca3be", "gather"),
+    "exchange": ("#7d5ba6", "exchange of rows"),
     "other": ("#a8a8a8", "other work"),
+}
+COLLECTIVE_LOOKS = {
+    op: "reduce" if op in REDUCTIONS else "exchange" if op in EXCHANGES else "gather"
+    for op in COLLECTIVES
 }
 EDGE = "#4d4d4d"
 COMPUTE_HEIGHT, LANE_HEIGHT, GAP = 1.0, 0.24, 0.30  # in units of a compute row
@@ -40,7 +46,7 @@ class Event:
         rank: Whose.
         stream: The logical stream, `compute` for chunks.
         name: The task's name.
-        kind: F, B, BI, BW, send, recv, wait, reduce, gather or other.
+        kind: F, B, BI, BW, send, recv, wait, reduce, gather, exchange or other.
         tags: Region tags such as PP, and MB.
         start_s: Begin, in seconds (or in the simulation's unit).
         end_s: End.

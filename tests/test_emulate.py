@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import piper_dynamo as piper
-from piper_dynamo.costs import durations
+from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.emit import emit
-from piper_dynamo.lowering.emulate import modelled_seconds, zeros
+from piper_dynamo.lowering.emulate import zeros
 from tests import jobs
 from tests.jobs import LINE2, ONE, V2, mentions, refusal
 from tests.models import NormNet, Stack4, TiedLM, rows
@@ -72,8 +72,7 @@ def test_the_chunks_of_a_task_share_its_cost() -> None:
     model = Stack4(4, "all")
     plan = piper.plan(model, jobs.strategy(V2, MICROBATCHES, "zbv"), rows(8), world_size=2)
     costs = piper.Costs(F=1.0, BI=2.0, BW=3.0)
-    seconds = modelled_seconds(plan.programs, costs, plan.halves)
-    assert seconds == durations(plan.programs, costs, plan.halves)
+    seconds = durations(tasks_run(plan.programs), costs, plan.halves)
     events = plan.simulate(costs).timeline.events
     charged = {e.name: e.end_s - e.start_s for e in events if e.stream == "compute"}
     assert charged == pytest.approx(seconds)
@@ -147,12 +146,11 @@ def test_zeros_have_the_layout(shape: tuple[int, ...], stride: tuple[int, ...]) 
     ("options", "words"),
     [
         ({"compile": "emulate"}, ("costs", "emulate", "seconds")),
-        ({"costs": COSTS}, ("costs", "emulate", "leave it out")),
-        ({"compile": "aten", "costs": COSTS}, ("costs", "aten")),
+        ({"compile": "aten", "costs": 0.005}, ("costs", "float", "piper.Costs")),
         ({"compile": "emulate", "costs": 0.005}, ("costs", "float", "piper.Costs")),
     ],
 )
-def test_costs_belong_to_emulation(options: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_costs_that_are_none(options: dict[str, Any], words: tuple[str, ...]) -> None:
     for call in (piper.plan, piper.compile):
         text = refusal(
             lambda call=call: call(Stack4(2), jobs.strategy(ONE, 2), rows(8), **options),
@@ -166,6 +164,8 @@ def test_emulation_needs_a_strategy() -> None:
         torch.nn.Linear(4, 4), backend="piper", options={"compile": "emulate", "costs": COSTS}
     )
     mentions(refusal(lambda: step(torch.ones(2, 4)), Exception), "emulate", "strategy")
+    step = torch.compile(torch.nn.Linear(4, 4), backend="piper", options={"costs": COSTS})
+    mentions(refusal(lambda: step(torch.ones(2, 4)), Exception), "costs", "strategy")
 
 
 @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan])

@@ -138,7 +138,7 @@ def test_dualpipev_is_the_published_order():
     first = piper.schedules.dualpipev(VEE2, 4)[0]
     assert text(first) == (
         "F0.0 F0.1 F0.2 F3.0 BI3.0 BW3.0 F3.1 [F0.3+B3.1] [F3.2+B0.0] B3.2 [F3.3+B0.1] B3.3 "
-        "BI0.2 BW0.2 BI0.3 BW0.3"
+        "BI0.2 [BW0.2+BI0.3] BW0.3"
     )
 
 
