@@ -1,0 +1,124 @@
+"""Ranks joined by links of a stated rate: a network namespace each, veth pairs and a bridge.
+
+On one machine loopback is too fast for communication to matter. Here what a rank sends passes a
+token bucket (tc-tbf(8)). Building this needs Linux, root, and the commands `ip` and `tc`.
+
+Signature: number of ranks, rate -> a context in which functions run once per rank.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+NAME = "piperbench"
+CLONE_NEWNET = 0x40000000  # sched.h
+PORT = 29511
+BURST = "64kb"  # smaller messages pass at once
+LIMIT = "64mb"  # what may wait in the bucket's queue: no message is dropped
+
+
+def missing() -> str:
+    """What this machine lacks for namespaces; empty if nothing."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "root, for network namespaces"
+    absent = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    return f"the commands {' and '.join(absent)}" if absent else ""
+
+
+class Links:
+    """The namespaces of one set of ranks; removed again at the end of a `with`.
+
+    Args:
+        ranks: How many.
+        mbit: What each may send, in 10^6 bits per second.
+    """
+
+    def __init__(self, ranks: int, mbit: float) -> None:
+        lacking = missing()
+        if lacking:
+            raise click.ClickException(f"links of a stated rate need {lacking}")
+        self.ranks, self.mbit = ranks, mbit
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What each rank may send."""
+        return self.mbit * 1e6 / 8
+
+    def __enter__(self) -> "Links":
+        _remove(self.ranks)
+        _ip("link", "add", NAME, "type", "bridge")
+        _ip("link", "set", NAME, "up")
+        for rank in range(self.ranks):
+            space, outside = f"{NAME}{rank}", f"{NAME[:8]}v{rank}"
+            _ip("netns", "add", space)
+            _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("link", "set", outside, "master", NAME, "up")
+            _ip("-n", space, "addr", "add", f"{_address(rank)}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "link", "set", "eth0", "up")
+            shape = ("root", "tbf", "rate", f"{self.mbit}mbit", "burst", BURST, "limit", LIMIT)
+            _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", *shape)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _remove(self.ranks)
+
+    def run(self, fn: Callable[[], Any]) -> list[Any]:
+        """What `fn()` returns on each rank, called with the process group (gloo) ready."""
+        context = mp.get_context("spawn")
+        with context.Manager() as manager:
+            found = manager.dict()
+            mp.start_processes(  # type: ignore[no-untyped-call, attr-defined]
+                _body, args=(self.ranks, fn, found), nprocs=self.ranks, start_method="spawn"
+            )
+            return [found[rank] for rank in range(self.ranks)]
+
+
+def _body(rank: int, ranks: int, fn: Callable[[], Any], found: Any) -> None:
+    _enter(f"{NAME}{rank}")
+    os.environ.update(GLOO_SOCKET_IFNAME="eth0", MASTER_ADDR=_address(0), MASTER_PORT=str(PORT))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    found[rank] = fn()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _enter(space: str) -> None:
+    """Let this thread, and those that it starts, live in a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(f"/run/netns/{space}", os.O_RDONLY)
+    try:
+        if libc.setns(handle, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {space}")
+    finally:
+        os.close(handle)
+
+
+def _address(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"
+
+
+def _remove(ranks: int) -> None:
+    """Also what an earlier run that was killed has left."""
+    for rank in range(ranks):
+        _ip("netns", "del", f"{NAME}{rank}", may_fail=True)
+    _ip("link", "del", NAME, may_fail=True)
+
+
+def _ip(*arguments: str, may_fail: bool = False) -> None:
+    _call("ip", *arguments, may_fail=may_fail)
+
+
+def _call(*command: str, may_fail: bool = False) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and not may_fail:
+        raise click.ClickException(f"{' '.join(command)}: {done.stderr.strip()}")
