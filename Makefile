@@ -21,7 +21,8 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow test-torch bench-pipeline bench-zero lint format docs clean
+.PHONY: help env train test test-slow test-torch bench-pipeline bench-zero bench-experts \
+	lint format docs clean
 
 help:
 	@echo "make env     create $(VENV) with everything that Piper and its tests need"
@@ -31,6 +32,7 @@ help:
 	@echo "make test-torch TORCH=2.11.0   the tests with another torch, in an environment of its own"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (ARGS='--levels 3')"
+	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and its pictures again"
@@ -75,6 +77,9 @@ bench-pipeline: $(READY)
 
 bench-zero: $(READY)
 	$(PY) -m benchmarks.zero $(ARGS)
+
+bench-experts: $(READY)
+	$(PY) -m benchmarks.experts $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

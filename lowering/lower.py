@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.fx.node import Node
 
-from piper_dynamo.ir.graph import Dag, Layout, is_pick, producer, results_of, task_of
+from piper_dynamo.ir.graph import Dag, is_pick, producer, results_of, task_of
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import block_spec
-from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.program import Groups, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Task
 
@@ -112,30 +112,20 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
         ),
         chunks=tuple(sorted(chunks.items())),
         replicas=tuple(
-            (p, layouts[p][1].sharers(rank) if layouts[p][1].is_local else layouts[p][0])
+            (p, layouts[p][1].users(layouts[p][0], rank))
             for _, p in state
             if p in layouts and layouts[p][1].reduced
         ),
-        shards=_blocks(state, layouts, rank, local=False),
-        experts=_blocks(state, layouts, rank, local=True),
+        shards=_blocks(state, {p: one.shard_groups for p, (_, one) in layouts.items()}, rank),
+        experts=_blocks(state, {p: one.expert_groups for p, (_, one) in layouts.items()}, rank),
     )
 
 
 def _blocks(
-    state: list[tuple[str, int]],
-    layouts: Mapping[int, tuple[tuple[int, ...], Layout]],
-    rank: int,
-    *,
-    local: bool,
+    state: list[tuple[str, int]], groups: Mapping[int, Groups], rank: int
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The parameters of which a rank holds a block, and the ranks that hold one copy with it."""
-    return tuple(
-        (p, group)
-        for _, p in state
-        if p in layouts and layouts[p][1].is_local is local
-        for group in layouts[p][1].shard_groups
-        if rank in group
-    )
+    """The parameters of which a rank has a block, and the ranks that have the others."""
+    return tuple((p, group) for _, p in state for group in groups.get(p, ()) if rank in group)
 
 
 def _order_edges(dag: Dag) -> tuple[dict[Node, list[Node]], dict[Node, list[Node]]]:

@@ -62,7 +62,7 @@ class Gather:
         """Rewrite `dag` in place."""
         sharded: dict[Devices, dict[int, Layout]] = {}
         for (position, devices), layout in dag.layouts.items():
-            if layout.shard_groups and not layout.is_local:
+            if layout.shard_groups:
                 sharded.setdefault(devices, {})[position] = layout
         first = next(n for n in dag.graph.nodes if n.op != "placeholder")
         for devices, layouts in sharded.items():
@@ -102,7 +102,7 @@ class Gather:
             layout.shard_groups,
             name=f"all_gather_{safe(name)}_on_{devices[0]}",
             results=[
-                (f"{sources[p].name}_for_{user.name}", sources[p].meta["spec"])
+                (f"{sources[p].name}_for_{user.name}", layouts[p].used(sources[p].meta["spec"]))
                 for p in gather.positions
             ],
         )

@@ -102,14 +102,15 @@ class Replicate:
                 )
             for position in bucket.experts:
                 layout = dag.layouts[position, bucket.devices]
-                dag.layouts[position, bucket.devices] = replace(layout, reduced=self._sync)
+                dag.layouts[position, bucket.devices] = bucket.expert_layout(
+                    layout, sync=self._sync
+                )
         if dag.training:
             gradients = _gradients(dag)
             for bucket in buckets:
                 if self._sync or bucket.how.zero >= 2:
                     _reduce(dag, bucket, gradients)
-                if self._sync:
-                    _reduce_experts(dag, bucket, gradients)
+                _reduce_experts(dag, bucket, gradients, sync=self._sync)
             _check_ties(dag)
         _reduce_loss(dag, buckets)
 
@@ -194,9 +195,9 @@ class _Bucket:
     how: Replication
 
     def layout(self, spec: TensorSpec | None, *, sync: bool) -> Layout:
-        assert spec is not None
         groups = self.how.shard_groups(self.devices)
-        sharded = self.how.zero > 0 and len(groups[0]) > 1 and bool(spec.shape)
+        is_number = spec is not None and not spec.shape
+        sharded = self.how.zero > 0 and len(groups[0]) > 1 and not is_number
         keep = self.how.keep if self.how.zero == 3 else "step"
         return Layout(
             bucket=str(self.region),
@@ -207,6 +208,30 @@ class _Bucket:
             reduced=sync or self.how.zero >= 2,
             where=self.how.label,
         )
+
+    def expert_layout(self, found: Layout, *, sync: bool) -> Layout:
+        """The layout of experts, as `shard` found it, with what this directive adds."""
+        shards = self.expert_shards(found)
+        if not shards:
+            return replace(found, reduced=sync)
+        whole = self.layout(None, sync=sync)
+        return replace(
+            whole,
+            bucket=f"{self.region}.experts",
+            expert_groups=found.expert_groups,
+            shard_groups=shards,
+        )
+
+    def expert_shards(self, found: Layout) -> Groups | None:
+        """The ranks that hold the blocks of one rank's experts; None where that is not possible."""
+        copies = copy_groups(found.expert_groups)
+        if not self.how.zero or not copies:
+            return ()
+        sets = [set(group) for group in self.how.shard_groups(self.devices)]
+        shared = {len(set(group) & one) for group in copies for one in sets} - {0}
+        if shared == {len(copies[0])}:
+            return copies
+        return () if shared == {1} else None
 
 
 def _tags(region: RegionId) -> dict[str, int | str]:
@@ -243,76 +268,87 @@ def _gradients(dag: Dag) -> dict[tuple[int, Devices], Node]:
 
 def _reduce(dag: Dag, bucket: _Bucket, gradients: dict[tuple[int, Devices], Node]) -> None:
     """Insert a bucket's reductions."""
-    sums = {
-        position: gradients[position, bucket.devices]
-        for position in bucket.positions
-        if (position, bucket.devices) in gradients
-    }
+    sums = _those_of(bucket.positions, bucket, gradients)
     if not sums:
         return
-    if bucket.how.zero < 2:
-        parts: list[dict[int, Node]] = [sums]
-    else:
-        by_task: dict[Node, dict[int, Node]] = {}
-        for position, node in sums.items():
-            for part in node.all_input_nodes:
-                by_task.setdefault(producer(part), {})[position] = part
-        parts = list(by_task.values())
-    for values in parts:
-        reduced = _collect(dag, bucket, values, _label(bucket, values))
-    if bucket.how.zero >= 2:  # the sums are of shards now
-        for node in sums.values():
-            node.meta["spec"] = node.all_input_nodes[0].meta["spec"]
-        reduced = sums
+    reduced = _reduce_sums(dag, bucket, sums, (bucket.devices,), str(bucket.region))
     copies = copy_groups(bucket.how.shard_groups(bucket.devices))
     if copies:
         shards = {p: n for p, n in reduced.items() if dag.layouts[p, bucket.devices].shard_groups}
         _all_reduce(dag, bucket, shards, copies, f"grads.{bucket.region}.copies")
 
 
+def _those_of(
+    positions: Sequence[int], bucket: _Bucket, gradients: dict[tuple[int, Devices], Node]
+) -> dict[int, Node]:
+    keys = {position: (position, bucket.devices) for position in positions}
+    return {position: gradients[key] for position, key in keys.items() if key in gradients}
+
+
+def _reduce_sums(
+    dag: Dag, bucket: _Bucket, sums: dict[int, Node], everyone: Groups, name: str
+) -> dict[int, Node]:
+    """Reduce sums of gradients once, or each of their parts; `everyone` adds those kept whole."""
+    if bucket.how.zero < 2:
+        return _collect(dag, bucket, sums, everyone, f"grads.{name}")
+    by_task: dict[Node, dict[int, Node]] = {}
+    for position, node in sums.items():
+        for part in node.all_input_nodes:
+            by_task.setdefault(producer(part), {})[position] = part
+    for made, values in by_task.items():
+        _collect(dag, bucket, values, everyone, f"grads.{task_of(made).name}")
+    for node in sums.values():  # the sums are of shards now
+        node.meta["spec"] = node.all_input_nodes[0].meta["spec"]
+    return sums
+
+
 def _check_experts(dag: Dag, bucket: _Bucket) -> list[str]:
-    """Copies of experts are kept whole."""
-    copied = [
+    """Copies of experts are sharded over all that hold the same ones, or over none of them."""
+    odd = [
         dag.args[p].name
         for p in bucket.experts
-        if len(dag.layouts[p, bucket.devices].shard_groups) > 1
+        if bucket.expert_shards(dag.layouts[p, bucket.devices]) is None
     ]
-    if not copied or bucket.how.zero == 0:
+    if not odd:
         return []
     return [
-        f"{bucket.how.label}: zero={bucket.how.zero} for experts of which there are copies "
-        f"({', '.join(copied)}) is not supported\n"
-        "  hint  shard them over all ranks of their region, or replicate the expert region with "
-        "zero=0"
+        f"{bucket.how.label}: shard_axes={bucket.how.shard_axes} shard experts ({', '.join(odd)}) "
+        "over some of the ranks that hold the same ones, which is not supported\n"
+        "  hint  name all axes along which experts are copied, or none of them"
     ]
 
 
-def _reduce_experts(dag: Dag, bucket: _Bucket, gradients: dict[tuple[int, Devices], Node]) -> None:
+def _reduce_experts(
+    dag: Dag, bucket: _Bucket, gradients: dict[tuple[int, Devices], Node], *, sync: bool
+) -> None:
     """Sum experts' gradients over the ranks that hold the same experts, and over no others."""
+    name = f"{bucket.region}.experts"
     by_copies: dict[Groups, dict[int, Node]] = {}
-    for position in bucket.experts:
-        copies = copy_groups(dag.layouts[position, bucket.devices].shard_groups)
-        if copies and (position, bucket.devices) in gradients:
-            found = by_copies.setdefault(copies, {})
-            found[position] = gradients[position, bucket.devices]
-    for copies, values in by_copies.items():
-        _all_reduce(dag, bucket, values, copies, f"grads.{bucket.region}.experts")
+    for position, node in _those_of(bucket.experts, bucket, gradients).items():
+        copies = copy_groups(dag.layouts[position, bucket.devices].expert_groups)
+        if copies:
+            by_copies.setdefault(copies, {})[position] = node
+    for copies, sums in by_copies.items():
+        layouts = {p: dag.layouts[p, bucket.devices] for p in sums}
+        whole = {p: n for p, n in sums.items() if not layouts[p].shard_groups}
+        sharded = {p: n for p, n in sums.items() if layouts[p].shard_groups}
+        if sync:
+            _all_reduce(dag, bucket, whole, copies, f"grads.{name}")
+        if sharded and (sync or bucket.how.zero >= 2):
+            _reduce_sums(dag, bucket, sharded, copies, name)
 
 
-def _label(bucket: _Bucket, values: dict[int, Node]) -> str:
-    made = task_of(producer(next(iter(values.values())))).name
-    return f"grads.{made}" if bucket.how.zero >= 2 else f"grads.{bucket.region}"
-
-
-def _collect(dag: Dag, bucket: _Bucket, values: dict[int, Node], label: str) -> dict[int, Node]:
+def _collect(
+    dag: Dag, bucket: _Bucket, values: dict[int, Node], everyone: Groups, label: str
+) -> dict[int, Node]:
     """Reduce these gradients: those of sharded parameters to shards, the others whole."""
     layouts = {p: dag.layouts[p, bucket.devices] for p in values}
     whole = {p: n for p, n in values.items() if not layouts[p].shard_groups}
     sharded = {p: n for p, n in values.items() if layouts[p].shard_groups}
-    made = _all_reduce(dag, bucket, whole, (bucket.devices,), label)
+    made = _all_reduce(dag, bucket, whole, everyone, label)
     if not sharded:
         return made
-    groups = bucket.how.shard_groups(bucket.devices)
+    groups = layouts[next(iter(sharded))].shard_groups
     results = [
         (f"{n.name}_shard", ops.block_spec(n.meta["spec"], len(groups[0])))
         for n in sharded.values()

@@ -361,11 +361,11 @@ def _note_layouts(dag: Dag, one: _Expert) -> None:
         if position is not None and dag.args[position].kind is ArgKind.PARAMETER:
             dag.layouts[position, one.devices] = Layout(
                 bucket=str(task.name.region),
-                shard_groups=one.groups,
+                expert_groups=one.groups,
+                shard_groups=(),
                 stream=one.how.stream,
                 prefetch=0,
                 keep="step",
                 reduced=True,
-                is_local=True,
                 where=one.how.label,
             )

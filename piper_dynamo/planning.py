@@ -175,14 +175,17 @@ class Plan:
     def counting(self, position: int, first: int) -> tuple[int, ...]:
         """The ranks that together count a parameter once: its first holder, or those of a copy."""
         layout = self.dag.layouts.get((position, self.group(first)))
-        groups = layout.shard_groups if layout is not None else ()
-        return next((g for g in groups if first in g), (first,))
+        if layout is None:
+            return (first,)
+        if layout.expert_groups and layout.shard_groups:  # blocks of blocks: there is one copy
+            return tuple(rank for group in layout.shard_groups for rank in group)
+        return next((g for g in layout.groups if first in g), (first,))
 
     def communicators(self) -> list[Group]:
         """What ranks must create before the first step, in one order."""
         found = {i.communicator for p in self.programs for i in p.instrs if i.group}
         for (_, devices), layout in self.dag.layouts.items():
-            groups = layout.shard_groups
+            groups = layout.groups
             found.update((STATE, ranks) for ranks in (devices, *groups, *copy_groups(groups)))
         return sorted(found)
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.ir.ops import block_spec
-from piper_dynamo.ir.program import Groups
+from piper_dynamo.ir.graph import Layout
 from piper_dynamo.ir.spec import TensorSpec
 
 
@@ -63,29 +62,33 @@ def _distributed(local: Tensor, mesh: Any, placements: Any, spec: TensorSpec) ->
     )
 
 
-def take_block(param: nn.Parameter, groups: Groups, mesh: Any, rank: int) -> Block:
+def take_block(param: nn.Parameter, layout: Layout | None, mesh: Any, rank: int) -> Block:
     """This rank's block of a whole parameter, in memory of its own.
 
     Args:
         param: The whole parameter.
-        groups: The ranks of each copy, in row order; () keeps the parameter whole.
-        mesh: The ranks that hold it: their copies, where there are several, by their blocks.
+        layout: How it is held; None keeps it whole.
+        mesh: The ranks that hold it: copies by blocks, blocks alone where there are no copies, or
+            experts by blocks of each rank's.
         rank: This rank.
     """
     spec = TensorSpec.of(param)
     whole = param.detach()
     local, home, rows = whole, None, 0
     placements: list[Any] = [Replicate() for _ in range(mesh.ndim)]
-    if groups:
-        (group,) = [g for g in groups if rank in g]
-        block = block_spec(spec, len(group))
-        height, size = block.shape[0], spec.shape[0]
-        start = min(group.index(rank) * height, size)
-        rows = min(height, size - start)
-        home = whole.new_zeros(block.shape)
+    levels = [g for g in (layout.expert_groups, layout.shard_groups) if g] if layout else []
+    if levels:
+        assert layout is not None
+        start, rows = 0, spec.shape[0]
+        for dim, groups in enumerate(levels, start=mesh.ndim - len(levels)):
+            (group,) = [g for g in groups if rank in g]
+            height = -(-rows // len(group))
+            above = min(group.index(rank) * height, rows)
+            start, rows = start + above, min(height, rows - above)
+            placements[dim] = Shard(0)
+        home = whole.new_zeros(layout.held(spec).shape)
         local = home.narrow(0, 0, rows)
         local.copy_(whole.narrow(0, start, rows))
-        placements[-1] = Shard(0)
     stepped = _distributed(local, mesh, placements, spec)
     return Block(
         param=nn.Parameter(stepped, requires_grad=param.requires_grad),

@@ -286,7 +286,7 @@ class CompiledStep:
         holders = plan.holders()
         state.data_rank, state.data_world = plan.replica(comm.rank)
         layouts, group = plan.layouts(comm.rank), plan.group(comm.rank)
-        distributed = any(layout.shard_groups for layout in layouts.values())
+        distributed = any(layout.groups for layout in layouts.values())
         new = [a for a in self._args if a.position in layouts and not record_of(values[a.position])]
         if new:
             given = [(a.name, values[a.position]) for a in new]
@@ -296,8 +296,7 @@ class CompiledStep:
             value = values[arg.position]
             if arg.kind is ArgKind.PARAMETER:
                 layout = layouts.get(arg.position)
-                groups = layout.shard_groups if layout is not None else ()
-                mesh = groups or (group,)
+                mesh = (layout.groups if layout is not None else ()) or (group,)
                 state.adopt(
                     value,
                     arg.name,
@@ -305,7 +304,7 @@ class CompiledStep:
                     counts=comm.rank in plan.counting(arg.position, ranks[0]),
                     groups=layout.reduced_over(group, comm.rank) if layout is not None else {},
                     block=functools.partial(
-                        take_block, value, groups, comm.mesh(mesh, value.device.type), comm.rank
+                        take_block, value, layout, comm.mesh(mesh, value.device.type), comm.rank
                     )
                     if distributed
                     else None,

@@ -99,14 +99,18 @@ def _regions(runs: Sequence[Instr]) -> str:
 
 def _parameters(program: RankProgram, args: Sequence[Arg]) -> tuple[int, int, int]:
     """Bytes of parameters that are whole, of the blocks of others, and of those that are absent."""
-    groups = dict((*program.shards, *program.experts))
+    shards, experts = dict(program.shards), dict(program.experts)
     held = {position for _, position in program.state}
     whole = sharded = absent = 0
     for arg in args:
         if arg.kind is not ArgKind.PARAMETER or arg.spec is None:
             continue
-        if arg.position in groups:
-            sharded += block_spec(arg.spec, len(groups[arg.position])).nbytes
+        groups = [g[arg.position] for g in (experts, shards) if arg.position in g]
+        if groups:
+            spec = arg.spec
+            for group in groups:
+                spec = block_spec(spec, len(group))
+            sharded += spec.nbytes
         elif arg.position in held:
             whole += arg.spec.nbytes
         else:

@@ -75,12 +75,17 @@ def strategy(
 
 
 def part_of(size: int) -> Callable[[Tensor, int, Placement, int], Tensor]:
-    """What a rank must hold where `size` ranks, next to each other, share the experts."""
+    """What a rank must hold where `size` ranks, next to each other, share the experts.
+
+    From ZeRO 1 on, the ranks that hold the same experts share those again.
+    """
 
     def part(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor:
         if whole.dim() != 3:  # experts' matrices are the only parameters with three dims
             return replicas.part_of(whole, rank, placement, zero)
-        return whole.chunk(size)[replicas.replica_of(rank, placement) % size]
+        replica, copies = replicas.replica_of(rank, placement), replicas.replicas(placement) // size
+        mine = whole.chunk(size)[replica % size]
+        return replicas.shard(mine, copies, replica // size) if zero else mine
 
     return part
 
@@ -96,14 +101,14 @@ def check(
 
 
 def copies(
-    microbatches: int, placement: Placement, schedule: str, **options: Any
+    microbatches: int, placement: Placement, schedule: str, num_copies: int = 2, **options: Any
 ) -> piper.Strategy:
-    """Two ranks share the experts, and there are two copies of them."""
+    """Two ranks share the experts, and there are two copies of them, or more."""
     return piper.Strategy(
         piper.Split({}, num_microbatches=microbatches),
         *jobs.places(placement),
         piper.Replicate({"PP": "*"}, axes=("dp", "ep"), **options),
         piper.Shard({"EP": "*"}, axes=("ep",)),
         *jobs.orders(schedule, placement, microbatches),
-        mesh=piper.Mesh((2, 2), ("dp", "ep")),
+        mesh=piper.Mesh((num_copies, 2), ("dp", "ep")),
     )

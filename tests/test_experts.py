@@ -197,6 +197,36 @@ def test_copies_of_experts_are_summed_over_their_holders() -> None:
     experts.check(experts.copies(2, QUAD, "gpipe"), QUAD, size=2)
 
 
+@pytest.mark.parametrize("zero", replicas.levels(1, 3))
+def test_copies_of_experts_are_sharded_over_their_holders(zero: int) -> None:
+    wanted = experts.copies(2, QUAD, "gpipe", zero=zero)
+    experts.check(wanted, QUAD, zero=zero, size=2, shift=LONE)
+
+
+@pytest.mark.parametrize("zero", replicas.levels(3))
+def test_uneven_and_empty_blocks_of_experts(zero: int) -> None:
+    """Three ranks hold the same two experts: one each for the first two, none for the third."""
+    six = {0: [0, 1, 2, 3, 4, 5]}
+    experts.check(experts.copies(2, six, "gpipe", 3, zero=zero), six, zero=zero, size=2)
+
+
+def test_experts_keep_whole_where_their_copies_are_not_among_the_shard_axes() -> None:
+    """Only what all ranks use is sharded, over the axis along which experts differ."""
+    wanted = experts.copies(2, QUAD, "gpipe", zero=1, shard_axes=("ep",))
+    plan = piper.plan(experts.Mixture(1), wanted, rows(12, 0), 4)
+    (program, *_) = plan.programs
+    names = {arg.position: arg.name for arg in plan.args}
+    assert {names[p].split(".")[0] for p, _ in program.experts} == {"up", "down"}
+    assert {names[p].split(".")[0] for p, _ in program.shards} == {"gate"}
+
+
+def test_control_blocks_of_experts_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof misses the ranks that hold the same experts."""
+    monkeypatch.setattr(replicate, "_reduce_experts", lambda *args, **named: None)
+    with pytest.raises(piper.PiperPlanError, match="not reduced over its replicas"):
+        piper.plan(experts.Mixture(1), experts.copies(2, QUAD, "gpipe", zero=1), rows(12, 0), 4)
+
+
 class Tied(Mixture):
     """All layers have the same experts, each its own gate."""
 
@@ -300,7 +330,7 @@ def test_control_rows_in_the_order_they_arrive(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_control_copies_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicate, "_reduce_experts", lambda *args: None)
+    monkeypatch.setattr(replicate, "_reduce_experts", lambda *args, **named: None)
     with pytest.raises(piper.PiperPlanError, match="not reduced over its replicas"):
         experts.check(experts.copies(2, QUAD, "gpipe"), QUAD, size=2)
 

@@ -240,9 +240,18 @@ def test_two_shards_of_one_region_are_refused() -> None:
         piper.plan(Mixture(1), twice, rows(12, 0), 2)
 
 
-def test_sharded_copies_of_experts_are_refused_by_name() -> None:
-    with pytest.raises(piper.PiperPlanError, match=r"zero=3 for experts of which there are copies"):
-        piper.plan(Mixture(1), experts.copies(2, QUAD, "gpipe", zero=3), rows(12, 0), 4)
+def test_experts_sharded_over_some_of_their_copies_are_refused_by_name() -> None:
+    """Four ranks hold the same experts, and blocks would be spread over two of them."""
+    eight = {0: list(range(8))}
+    wanted = piper.Strategy(
+        piper.Split({}, num_microbatches=2),
+        *jobs.places(eight),
+        piper.Replicate({"PP": "*"}, axes=("out", "in", "ep"), shard_axes=("in",), zero=1),
+        piper.Shard({"EP": "*"}, axes=("ep",)),
+        mesh=piper.Mesh((2, 2, 2), ("out", "in", "ep")),
+    )
+    with pytest.raises(piper.PiperPlanError, match=r"some of the ranks that hold the same ones"):
+        piper.plan(Mixture(1), wanted, rows(16, 0), 8)
 
 
 def test_a_region_without_experts_is_refused() -> None:

@@ -103,7 +103,6 @@ def refusal(*arguments: str) -> str:
         ("--top-k 1 --experts 4", "--experts 4 is about experts; give --model moe"),
         ("--model moe --ep 3 --batch 12", "--experts 8 do not divide among --ep 3 ranks"),
         ("--model moe --top-k 9", "--top-k 9 is more than --experts 8"),
-        ("--model moe --ep 2 --dp 2 --zero 1", "--zero 1 with copies of experts (--dp 2 x --ep 2)"),
         ("--model moe --ep 2 --ranks 2", "--ranks is 2, but --pp 2 x --ep 2 needs 4"),
         ("--dp 2 --ranks 2", "--ranks is 2, but --pp 2 x --dp 2 needs 4; leave --ranks out"),
         (

@@ -17,7 +17,8 @@ def check_exchanges(programs: Sequence[RankProgram]) -> list[str]:
 
 def _check_rank(program: RankProgram) -> list[str]:
     faults: list[str] = []
-    experts = {position for position, _ in program.experts}
+    gathered = {position for position, _ in program.shards}
+    experts = {position for position, _ in program.experts if position not in gathered}
     blocks = {reg for reg, position in program.state if position in experts}
     asked: dict[str, Instr] = {}  # the exchange of counts behind each handle
     splits: dict[str, Instr] = {}  # and behind each register of splits

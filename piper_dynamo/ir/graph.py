@@ -18,7 +18,8 @@ from torch.fx.node import Argument, Node
 
 from piper_dynamo.ir.chunk import Chunk, runnable
 from piper_dynamo.ir.joint import Arg, Output
-from piper_dynamo.ir.program import copy_groups
+from piper_dynamo.ir.ops import block_spec
+from piper_dynamo.ir.program import Groups, copy_groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 
@@ -31,35 +32,54 @@ class Layout:
 
     Attributes:
         bucket: Parameters of one bucket are gathered and reduced as one.
-        shard_groups: Each group's ranks hold a block of rows each; none where all hold it whole.
+        expert_groups: Each group's ranks share the experts of one copy, and their tasks use a
+            rank's own alone; none where tasks use the whole parameter.
+        shard_groups: Each group's ranks hold a block of rows each of what their tasks use, which
+            is gathered for these; none where they hold it.
         stream: Logical stream of its gathers.
         prefetch: How many uses ahead it is gathered.
         keep: How long it stays: "chunk", "step", or how many buckets do.
         reduced: Whether the step reduces its gradient.
-        is_local: Whether tasks use a rank's block as it is: experts, which are never gathered.
         where: The directive that says so.
     """
 
     bucket: str
-    shard_groups: tuple[tuple[int, ...], ...]
+    shard_groups: Groups
     stream: str
     prefetch: int
     keep: str | int
     reduced: bool
     where: str
-    is_local: bool = False
+    expert_groups: Groups = ()
 
-    def sharers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same block as this one."""
-        return next((g for g in copy_groups(self.shard_groups) if rank in g), (rank,))
+    @property
+    def groups(self) -> Groups:
+        """Rows of ranks that hold a block each: of copies, or of each rank's experts."""
+        return self.shard_groups or self.expert_groups
+
+    def used(self, spec: TensorSpec) -> TensorSpec:
+        """What a rank's tasks use of a parameter."""
+        return block_spec(spec, len(self.expert_groups[0])) if self.expert_groups else spec
+
+    def held(self, spec: TensorSpec) -> TensorSpec:
+        """The block of a parameter that a rank holds."""
+        used = self.used(spec)
+        return block_spec(used, len(self.shard_groups[0])) if self.shard_groups else used
+
+    def users(self, devices: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The ranks whose tasks use what this one's use: the gradient is the sum of theirs."""
+        if not self.expert_groups:
+            return devices
+        return next((g for g in copy_groups(self.expert_groups) if rank in g), (rank,))
 
     def reduced_over(self, devices: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
         """The ranks over which the gradient is summed, by the collective that does it."""
+        users = self.users(devices, rank)
         if not self.shard_groups:
-            return {"all_reduce": devices}
-        if self.is_local:
-            return {"all_reduce": self.sharers(rank)}
+            return {"all_reduce": users} if len(users) > 1 else {}
         found = {"reduce_scatter": next(g for g in self.shard_groups if rank in g)}
+        if self.expert_groups:  # the blocks of one rank's experts have no copies
+            return found
         copies = [g for g in copy_groups(self.shard_groups) if rank in g]
         return found | ({"all_reduce": copies[0]} if copies else {})
 

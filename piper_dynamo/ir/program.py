@@ -230,7 +230,8 @@ class RankProgram:
             and these ranks.
         shards: Argument position of each parameter of which this rank holds a block of rows, and
             the ranks that hold the others, in row order; it is gathered where it is used.
-        experts: The same for parameters of which this rank computes with its block alone.
+        experts: The same for parameters of which this rank computes with its block alone; where
+            they are in `shards`, too, it holds a block of that block.
         chunks: Structural key of each chunk name.
         peak_bytes: Predicted peak of what the step allocates, without parameters and gradients
             held before it.

@@ -185,11 +185,6 @@ class Config:
             )
         if self.top_k > self.experts:
             faults.append(f"--top-k {self.top_k} is more than --experts {self.experts}")
-        if self.dp > 1 and self.ep > 1 and self.zero:
-            faults.append(
-                f"--zero {self.zero} with copies of experts (--dp {self.dp} x --ep {self.ep}) is "
-                "not supported; give --zero 0, or --dp 1"
-            )
         return faults
 
     def _replica_faults(self) -> list[str]:
