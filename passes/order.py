@@ -219,7 +219,7 @@ def check_acyclic(dag: Dag) -> None:
             made = producer(source)
             if made in index:
                 successors[index[made]].append(index[node])
-                reason[index[made], index[node]] = f"uses {source.name}"
+                reason[index[made], index[node]] = _use(dag, source)
     for before, after, where in dag.orders:
         edge = index[before], index[after]
         successors[edge[0]].append(edge[1])
@@ -227,23 +227,34 @@ def check_acyclic(dag: Dag) -> None:
     cycle = find_cycle(successors)
     if not cycle:
         return
-    lines = []
+    lines, hint = [], "change the order of one of these tasks"
     for later, earlier in zip(cycle[1:] + cycle[:1], cycle, strict=True):
         lines.append(
             f"{_line(tasks[later])}  waits for  {task_of(tasks[earlier])}  "
             f"({reason[earlier, later]})"
         )
+        if _BUFFER in reason[earlier, later]:
+            hint = (
+                "microbatches that change a buffer run one after the other on all of its ranks: "
+                "order them so, or keep the buffer as it is (eval mode, track_running_stats=False)"
+            )
     ranks = {task_of(tasks[i]).devices for i in cycle}
     title = (
         "the orders deadlock: tasks wait for one another across ranks"
         if len(ranks) > 1
         else "an order contradicts the dataflow or another order"
     )
-    raise PiperPlanError(
-        format_error(
-            title, {"cycle": "\n".join(lines)}, hint="change the order of one of these tasks"
-        )
-    )
+    raise PiperPlanError(format_error(title, {"cycle": "\n".join(lines)}, hint=hint))
+
+
+_BUFFER = "the new value of buffer"
+
+
+def _use(dag: Dag, value: Node) -> str:
+    """Why a task waits for the one that makes this value."""
+    if "buffer" in value.meta:
+        return f"uses {_BUFFER} {dag.args[value.meta['buffer']].name!r}"
+    return f"uses {value.name}"
 
 
 def _line(node: Node) -> str:
