@@ -269,7 +269,9 @@ def dualpipe(placement: Placement, num_microbatches: int) -> list[Order]:
     p, m = len(ranks), num_microbatches
     faults = Faults("piper.schedules.dualpipe", user_line())
     if m < 2 * p:
-        faults.whole("num_microbatches", m, 2 * p, f"{p} ranks need that many; zb_h1 needs only one")
+        faults.whole(
+            "num_microbatches", m, 2 * p, f"{p} ranks need that many; zb_h1 needs only one"
+        )
     if m % 2:
         faults.add("num_microbatches", m, "must be even: each direction takes half of them")
     faults.check()
@@ -415,9 +417,9 @@ _NEEDS = {
     "use one_f_one_b or zb_h1 for a line, zbv or dualpipev for a V, gpipe for any",
     Shape.VEE: "must be a V, with stages s and 2p-1-s on rank s: {0: [0], 1: [1], 2: [1], 3: [0]}; "
     "use one_f_one_b or zb_h1 for a line, interleaved_1f1b for a loop, gpipe for any",
-    Shape.TWO_WAY: "must be a line of an even number of stages, a stage per rank: {0: [0], 1: [1]}, "
-    "which the second half of the microbatches goes the other way; use one_f_one_b or zb_h1 for "
-    "an odd number, interleaved_1f1b for a loop, zbv or dualpipev for a V, gpipe for any",
+    Shape.TWO_WAY: "must be a line of an even number of stages, a stage per rank: {0: [0], 1: [1]} "
+    "(the second half of the microbatches goes the other way); use one_f_one_b or zb_h1 for an odd "
+    "number, interleaved_1f1b for a loop, zbv or dualpipev for a V, gpipe for any",
 }
 
 
