@@ -6,6 +6,7 @@ copies of a stage are bit-equal at the end. `test_zero.py` and `test_experts.py`
 replicas and experts.
 """
 
+from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from piper_dynamo.ir.contributions import check_reductions
 from piper_dynamo.ir.graph import Dag, results_of, task_of
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.program import Op
-from piper_dynamo.ir.task import Kind
+from piper_dynamo.ir.task import Kind, Pass, TaskName
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.passes.tie import Tie
 from piper_dynamo.planning import Plan
@@ -80,6 +81,19 @@ def test_replicas_of_four_stages(zero: int) -> None:
 
 def test_without_an_order() -> None:
     check("skip", LINE4, unordered(LINE4, 8))
+
+
+def test_without_an_order_each_rank_has_the_memory_of_1f1b() -> None:
+    """Of each of its stages, as many microbatches as there are stages from it to the end."""
+    found = piper.plan(Stack4(4), unordered(LINE4, 16), rows(16))
+    for program in found.programs:
+        held, most = Counts[int](), Counts[int]()
+        for task in [TaskName.parse(i.task) for i in program.instrs if i.op is Op.RUN]:
+            stage = int(task.tags["PP"])
+            held[stage] += 1 if task.which is Pass.F else -1
+            most[stage] = max(most[stage], held[stage])
+        assert set(most) == {program.rank, 3 - program.rank}
+        assert all(count <= 4 - stage for stage, count in most.items()), most
 
 
 def test_any_microbatches_on_any_number_of_ranks() -> None:

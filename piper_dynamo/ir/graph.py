@@ -3,8 +3,8 @@
 Nodes: placeholders (parameters, buffers, data, loss weights), `call_module` for chunks,
 `call_function` for slices, accumulation, communication and the pick of one result
 (`operator.getitem`). Every node but placeholders and picks has a frozen `Task` in `meta["task"]`;
-every value has a `TensorSpec` in `meta["spec"]`, and in `meta["buffer"]` the position of
-the buffer whose next value it is; orders are kept beside the graph as pairs of
+every value has a `TensorSpec` in `meta["spec"]`, and what a microbatch leaves of a buffer to the
+next has that buffer's position in `meta["buffer"]`; orders are kept beside the graph as pairs of
 nodes, the only edges that carry no value. The output node names what a step gives back.
 """
 
