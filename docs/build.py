@@ -28,7 +28,8 @@ from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.schedules import SCHEDULES, Shape
 
 FOLDER = Path(__file__).parent
-SHAPES = {Shape.LINE: "a line", Shape.LOOP: "a loop", Shape.VEE: "a V", None: "any; here a line"}
+SHAPES = {Shape.LINE: "a line", Shape.LOOP: "a loop", Shape.VEE: "a V"}
+SHAPES |= {Shape.TWO_WAY: "a line, both ways", None: "any; here a line"}
 
 PURPOSES = {
     "gpipe": "The simplest order, and the one that fits any placement. It keeps every microbatch "
@@ -50,6 +51,13 @@ PURPOSES = {
     "of a pair computes while the other communicates. A plan so far runs a pair's tasks one after "
     "the other, and the backward first where both can start, so these figures are without what "
     "pairing hides.",
+    "dualpipe": "Half of the microbatches goes through the ranks from the first to the last, half "
+    "from the last to the first; forwards and backwards come in pairs, as in dualpipev. It idles a "
+    "little less than a V and needs half its stages, but every stage is on two ranks: parameters, "
+    "gradients and optimizer state take twice the memory, and gradients are summed over the two "
+    "once per step. For models that cannot be cut into as many stages as a V wants. A buffer that "
+    "every microbatch changes, such as a running mean, would tie the two directions together: it "
+    "is refused.",
 }
 HEAD = """\
 # Schedules
@@ -60,8 +68,8 @@ INTRODUCTION = (
     f"What each order of `piper.schedules` is for, and what it costs at {RANKS} ranks and "
     f"{MICROBATCHES} microbatches. A rank's whole share of one microbatch takes {TIMES} units of "
     "time for forward, input gradient and weight gradient (F, I, W), a stage its part of that, a "
-    "message none. Below, p is the number of ranks, which can be any, r one of them, m the number "
-    "of microbatches, v the number of stages on a rank.",
+    "message none. Below, p is the number of ranks, which can be any (in dualpipe, any even "
+    "number), r one of them, m the number of microbatches, v the number of stages on a rank.",
     "",
     f"- *Idle*: the length of the simulated step less a rank's own {WORK:g}, and the closed form.",
     "- *Live forwards*: the most microbatches whose forward a rank has run and whose backward it "

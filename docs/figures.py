@@ -36,6 +36,7 @@ CLOSED_FORMS: dict[str, Callable[[int, int], float]] = {
     "zb_h1": lambda p, v: (p - 1) * max(F, BI, F + BI - BW),
     "zbv": lambda p, v: (p - 1) * F / 2,
     "dualpipev": lambda p, v: (p - 1) * F / 2,
+    "dualpipe": lambda p, v: (p / 2 - 1) * F,
 }
 
 

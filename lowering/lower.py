@@ -30,11 +30,13 @@ class Draft:
 
     Attributes:
         rank: Which rank.
+        place: Which of its device group.
         instrs: Instructions so far.
         received: Handle of each message this rank receives -> name of the node that sends it.
     """
 
     rank: int
+    place: int
     instrs: list[Instr] = field(default_factory=list)
     received: dict[str, str] = field(default_factory=dict)
 
@@ -60,7 +62,7 @@ def lower(dag: Dag, order: dict[tuple[int, ...], list[Node]]) -> list[Draft]:
 
 def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
     """The program of a draft: its registers bound to the call's arguments and results."""
-    rank = draft.rank
+    rank, place = draft.rank, draft.place
     used = {reg for i in draft.instrs for reg in i.reads()}
     results = results_of(dag.graph)
     state, data, weights, tangents = [], [], [], []
@@ -83,6 +85,12 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
     loss = [n.name for n in results["loss"] or [] if _mine(n, rank)]
     layouts = {p: (d, layout) for (p, d), layout in dag.layouts.items() if rank in d}
     chunks = {i.target: dag.chunks[i.target].key for i in draft.instrs if i.op is Op.RUN}
+    grads = [
+        (int(key), n.name)
+        for key, nodes in results["grads"].items()
+        for n in nodes
+        if _mine(n, rank) and (int(key) in held or dag.args[int(key)].kind is ArgKind.DATA)
+    ]
     return RankProgram(
         rank=rank,
         world_size=world_size,
@@ -98,12 +106,7 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
             for n in ns or ()
             if _mine(n, rank)
         ),
-        grads=tuple(
-            (int(key), n.name)
-            for key, nodes in results["grads"].items()
-            for n in nodes
-            if _mine(n, rank) and (int(key) in held or dag.args[int(key)].kind is ArgKind.DATA)
-        ),
+        grads=tuple(grads),
         buffers=tuple(
             (int(key), n.name)
             for key, nodes in results["buffers"].items()
@@ -111,10 +114,10 @@ def finish(dag: Dag, draft: Draft, world_size: int) -> RankProgram:
             if _mine(n, rank)
         ),
         chunks=tuple(sorted(chunks.items())),
-        replicas=tuple(
-            (p, layouts[p][1].users(layouts[p][0], rank))
-            for _, p in state
-            if p in layouts and layouts[p][1].reduced
+        contributors=tuple(
+            (p, ranks)
+            for p in dict(grads)
+            if (ranks := dag.contributors(p, place) or (rank,)) != (rank,)
         ),
         shards=_blocks(state, {p: one.shard_groups for p, (_, one) in layouts.items()}, rank),
         experts=_blocks(state, {p: one.expert_groups for p, (_, one) in layouts.items()}, rank),
@@ -159,7 +162,7 @@ class _Lowering:
     ) -> None:
         self.dag, self.rank, self.place = dag, rank, place
         self.position, self.region_index = position, region_index
-        self.draft = Draft(rank=rank)
+        self.draft = Draft(rank=rank, place=place)
         self.known: set[Node] = set()
         self.waiting: dict[Node, int] = {}
         self.sums: set[Node] = set()

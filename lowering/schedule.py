@@ -5,8 +5,8 @@ before forward before weight gradient, early microbatches first, and of one micr
 longest way to the end. Exchanges of rows take time, during which the tasks that wait for them are
 not ready: whoever may interleave with them, another microbatch in the same group of an Order or
 without any, runs meanwhile. A region that no order names has at most as many microbatches in flight
-as there are stages from it to the end, which is the memory of 1F1B; the bound gives way where
-orders of other groups would make everybody wait.
+on a device group as there are stages from it to the end, which is the memory of 1F1B; the bound
+gives way where orders of other groups would make everybody wait.
 
 Signature: placed DAG with orders, costs -> per device group, its tasks in the order they run.
 """
@@ -25,6 +25,7 @@ COST = {Pass.F: 1.0, Pass.B: 2.0, Pass.BI: 1.0, Pass.BW: 1.0}  # in units of a c
 EXCHANGE_COST = 1.0  # long enough that a chunk of whoever may interleave comes in between
 _URGENCY = {Pass.B: 0, Pass.BI: 0, Pass.F: 1, Pass.BW: 2}
 _FIRST = -1  # the urgency of tasks that an order groups
+_Home = tuple[RegionId, tuple[int, ...]]  # a region, and the devices on which it may be
 # Urgency, microbatch, minus the way to the end, vertex; in a group of an order: first, minus the
 # way to its end, urgency, vertex.
 _Key = tuple[int, float, float, int]
@@ -80,9 +81,10 @@ class _Scheduler:
         self.depth = _depth(dag)
         self.last = _last_backward(self.names)
         self.bounded = {name.region for v in self.last if (name := self.names[v]) is not None}
-        self.in_flight: dict[RegionId, int] = dict.fromkeys(dag.regions, 0)
+        # Of each region on each of its device groups.
+        self.in_flight: dict[_Home, int] = {}
         # Forwards that would exceed their region's bound, most urgent first.
-        self.held: dict[RegionId, list[_Key]] = {region: [] for region in dag.regions}
+        self.held: dict[_Home, list[_Key]] = {}
         self.ordered = {n for before, after, _ in dag.orders for n in (before, after)}
         self.groups: dict[tuple[int, ...], _Group] = {}
         self.events: list[tuple[float, int]] = []  # a node's work is done
@@ -136,9 +138,10 @@ class _Scheduler:
     def finish(self, vertex: int, now: float) -> None:
         name = self.names[vertex]
         if name is not None and vertex in self.last:
-            self.in_flight[name.region] -= 1
-            if self.held[name.region]:
-                self.make_ready(heapq.heappop(self.held[name.region]))
+            home = self.home(vertex, name)
+            self.in_flight[home] = self.in_flight.get(home, 0) - 1
+            if self.held.get(home):
+                self.make_ready(heapq.heappop(self.held[home]))
         for target in self.successors[vertex]:
             self.waiting[target] -= 1
             if self.waiting[target] == 0:
@@ -150,11 +153,12 @@ class _Scheduler:
             key = heapq.heappop(group.ready)
             name = self.names[key[-1]]
             assert name is not None
+            home = self.home(key[-1], name)
             if self.is_full(key[-1], name):
-                heapq.heappush(self.held[name.region], key)
+                heapq.heappush(self.held.setdefault(home, []), key)
                 continue
             if name.which is Pass.F:
-                self.in_flight[name.region] += 1
+                self.in_flight[home] = self.in_flight.get(home, 0) + 1
             group.order.append(self.nodes[key[-1]])
             group.free_at = now + self.cost[key[-1]]
             heapq.heappush(self.events, (group.free_at, key[-1]))
@@ -163,7 +167,10 @@ class _Scheduler:
         bounded = name.which is Pass.F and name.region in self.bounded
         if not bounded or self.nodes[vertex] in self.ordered:
             return False
-        return self.in_flight[name.region] >= self.depth[name.region]
+        return self.in_flight.get(self.home(vertex, name), 0) >= self.depth[name.region]
+
+    def home(self, vertex: int, name: TaskName) -> _Home:
+        return name.region, task_of(self.nodes[vertex]).devices
 
     def let_go(self) -> bool:
         """Everybody waits: one forward may exceed its bound."""

@@ -103,7 +103,7 @@ class Order:
             name = task_of(node).name
             assert name is not None
             by_mb.setdefault(name.mb, []).append(node)
-        for order in self._orders:
+        for number, order in enumerate(self._orders):
             groups: list[list[Node]] = []
             for group in order.groups:
                 found: list[Node] = []
@@ -121,7 +121,7 @@ class Order:
                     groups.append(list(dict.fromkeys(found)))
                 if len(group) > 1:
                     for node in found:
-                        node.meta["group"] = (order.where, len(groups))
+                        node.meta["group"] = (number, len(groups))
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
             faults += _left_out(order, groups, nodes, dag.num_microbatches)
@@ -222,7 +222,7 @@ def check_acyclic(dag: Dag) -> None:
             made = producer(source)
             if made in index:
                 successors[index[made]].append(index[node])
-                reason[index[made], index[node]] = f"uses {source.name}"
+                reason[index[made], index[node]] = _use(dag, source)
     for before, after, where in dag.orders:
         edge = index[before], index[after]
         successors[edge[0]].append(edge[1])
@@ -230,23 +230,34 @@ def check_acyclic(dag: Dag) -> None:
     cycle = find_cycle(successors)
     if not cycle:
         return
-    lines = []
+    lines, hint = [], "change the order of one of these tasks"
     for later, earlier in zip(cycle[1:] + cycle[:1], cycle, strict=True):
         lines.append(
             f"{_line(tasks[later])}  waits for  {task_of(tasks[earlier])}  "
             f"({reason[earlier, later]})"
         )
+        if _BUFFER in reason[earlier, later]:
+            hint = (
+                "microbatches that change a buffer run one after the other on all of its ranks: "
+                "order them so, or keep the buffer as it is (eval mode, track_running_stats=False)"
+            )
     ranks = {task_of(tasks[i]).devices for i in cycle}
     title = (
         "the orders deadlock: tasks wait for one another across ranks"
         if len(ranks) > 1
         else "an order contradicts the dataflow or another order"
     )
-    raise PiperPlanError(
-        format_error(
-            title, {"cycle": "\n".join(lines)}, hint="change the order of one of these tasks"
-        )
-    )
+    raise PiperPlanError(format_error(title, {"cycle": "\n".join(lines)}, hint=hint))
+
+
+_BUFFER = "the new value of buffer"
+
+
+def _use(dag: Dag, value: Node) -> str:
+    """Why a task waits for the one that makes this value."""
+    if "buffer" in value.meta:
+        return f"uses {_BUFFER} {dag.args[value.meta['buffer']].name!r}"
+    return f"uses {value.name}"
 
 
 def _line(node: Node) -> str:

@@ -6,7 +6,7 @@ has the same size.
 Signature: DAG over the whole batch -> the same DAG, every task with its devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperPlanError, join_faults
 from piper_dynamo.ir.graph import Dag, producer, task_of
-from piper_dynamo.ir.task import Kind, Pass
+from piper_dynamo.ir.task import Kind, Pass, RegionId
 from piper_dynamo.passes.select import describe_miss, region_misses
 
 
@@ -75,7 +75,7 @@ class Place:
                 )
             return faults
         used = [False] * len(self._placements)
-        homeless: dict[str, str] = {}
+        homeless: dict[RegionId, dict[int | None, str]] = {}  # by microbatch, the line
         for node in tasks:
             task = task_of(node)
             assert task.name is not None
@@ -89,7 +89,8 @@ class Place:
                 labels = " and ".join(self._placements[i].label for i in matched)
                 faults.append(f"{task.name} is placed twice: {labels}")
             elif not matched:
-                homeless.setdefault(str(task.name.region), task.where or "no source line")
+                lost = homeless.setdefault(task.name.region, {})
+                lost.setdefault(task.name.mb, task.where or "no source line")
             else:
                 node.meta["task"] = replace(task, devices=self._placements[matched[0]].devices)
         for i, placement in enumerate(self._placements):
@@ -102,7 +103,9 @@ class Place:
                 )
             if not used[i]:
                 faults.append(f"{placement.label} " + describe_miss(placement.filter, dag))
-        faults += [f"{region} is placed nowhere ({line})" for region, line in homeless.items()]
+        for region, lost in homeless.items():
+            some = f" for microbatches {_listed(lost)}" if len(lost) < dag.num_microbatches else ""
+            faults.append(f"{region} is placed nowhere{some} ({next(iter(lost.values()))})")
         if not faults:
             faults += self._check_groups(tasks)
         if faults:  # a miss may be why nobody says how ranks share a task
@@ -156,7 +159,11 @@ def _last_task(node: Node) -> Node:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return ("rank " if len(ranks) == 1 else "ranks ") + _listed(ranks)
+
+
+def _listed(numbers: Iterable[int | None]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _merge_repeats(faults: list[str]) -> list[str]:

@@ -139,6 +139,7 @@ class Split:
             copies.append(values)
             for node in state:
                 state[node] = values[carried[node.meta["arg"]]]
+                state[node].meta["buffer"] = node.meta["arg"]
         graph.output(self._results(graph, dag, results, copies, weights, carried))
         dag.graph = graph
         dag.num_microbatches = self._parts

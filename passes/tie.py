@@ -14,7 +14,7 @@ from piper_dynamo.ir.task import Kind, Task
 
 
 class Tie:
-    """Sum the gradient of a parameter over its holders.
+    """Sum the gradient of a parameter over its holders, and note who makes parts of it.
 
     rewrite:   g = accumulate(B.PP0 on 0, B.PP1 on 1)
                ->  a = accumulate(B.PP0) on 0 ; b = accumulate(B.PP1) on 1 ; add(a, b) on 0 ; add(a,
@@ -34,7 +34,7 @@ class Tie:
         readers = _readers(dag)
         for key, node in results["grads"].items():
             if task_of(node).kind is Kind.ACCUMULATE:
-                grads[key] = _tie(dag, node, readers.get(key, set()))
+                grads[key] = _tie(dag, int(key), node, readers.get(key, set()))
             else:
                 grads[key] = [node]
         output.args = ({**results, "grads": grads},)
@@ -49,11 +49,12 @@ def task_kind(node: Node) -> Kind | None:
     return task.kind if task is not None else None
 
 
-def _tie(dag: Dag, node: Node, readers: set[tuple[int, ...]]) -> list[Node]:
+def _tie(dag: Dag, position: int, node: Node, readers: set[tuple[int, ...]]) -> list[Node]:
     """The gradient on every group that reads the parameter, whether it makes a part or not."""
     parts: dict[tuple[int, ...], list[Node]] = {}
     for partial in node.all_input_nodes:
         parts.setdefault(task_of(producer(partial)).devices, []).append(partial)
+    dag.makers[position] = tuple(sorted(parts))
     holders = sorted(set(parts) | readers)
     task = task_of(node)
     if len(holders) == 1:

@@ -119,11 +119,13 @@ class Transfer:
                 name=f"{value.name}_on_{devices[0]}",
                 spec=value.meta["spec"].contiguous(),
             )
+        if "buffer" in value.meta:
+            local.meta["buffer"] = value.meta["buffer"]
         received[value, devices] = local
         return local
 
     def _spread_results(self, dag: Dag, received: dict[tuple[Node, tuple[int, ...]], Node]) -> None:
-        """The loss on every group; a changed buffer on every group that reads it."""
+        """The loss on every group; a changed buffer, an input's gradient where these are read."""
         output = dag.graph.find_nodes(op="output")[0]
         results: dict[str, Any] = dict(results_of(dag.graph))
         groups = sorted({task_of(n).devices for n in dag.tasks()})
@@ -138,14 +140,16 @@ class Transfer:
             ]
             for node in results["outputs"]
         ]
-        readers: dict[str, list[tuple[int, ...]]] = {}
-        for node in dag.graph.find_nodes(op="placeholder"):
-            key = str(node.meta.get("arg"))
-            if key in results["buffers"]:
-                readers[key] = sorted({task_of(user).devices for user in node.users})
+        readers = _readers(dag)
         results["buffers"] = {
             key: [self._at(dag, node, g, received) for g in readers.get(key, [])]
             for key, node in results["buffers"].items()
+        }
+        results["grads"] = {
+            key: [self._at(dag, nodes[0], g, received) for g in readers[key]]
+            if task_of(producer(nodes[0])).kind is Kind.CONCAT
+            else nodes
+            for key, nodes in results["grads"].items()
         }
         output.args = (results,)
 
@@ -159,6 +163,18 @@ class Transfer:
         if value.op == "placeholder" or task_of(producer(value)).devices == devices:
             return value
         return self._receive(dag, value, devices, received)
+
+
+def _readers(dag: Dag) -> dict[str, list[tuple[int, ...]]]:
+    """The groups that read each argument, or what a microbatch leaves of a buffer to the next."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for node in dag.graph.nodes:
+        position = node.meta.get("arg", node.meta.get("buffer"))
+        if position is not None:
+            tasks = [task_of(user) for user in node.users if "task" in user.meta]
+            reading = {t.devices for t in tasks if t.kind in (Kind.COMPUTE, Kind.SLICE)}
+            found.setdefault(str(position), set()).update(reading)
+    return {key: sorted(groups) for key, groups in found.items()}
 
 
 def _devices(node: Node, groups: list[tuple[int, ...]]) -> tuple[int, ...]:

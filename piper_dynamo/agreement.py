@@ -5,8 +5,9 @@ else, or nothing, can be named.
 """
 
 import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_err
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.planning import Plan
-from piper_dynamo.runtime.comm import STATE, Communicator
+from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.sharding import digest
 
 
@@ -93,85 +94,89 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
     return silent
 
 
-def check_replicas(
-    plan: Plan, comm: Communicator, params: Sequence[tuple[str, Tensor]], start: str
+def check_copies(
+    plan: Plan,
+    comm: Communicator,
+    params: Mapping[str, tuple[Tensor, tuple[int, ...]]],
+    start: str,
 ) -> None:
-    """Replicas must start from equal parameters.
+    """The ranks that hold a parameter must start from equal values of it.
+
+    Every rank calls this alike, whatever it holds itself.
 
     Args:
         plan: Of the step.
         comm: This rank's.
-        params: Name and value of each replicated parameter, whole.
+        params: By name, the parameters that it shares: the whole value, and the ranks that hold it.
         start: "equal" refuses others; "broadcast" overwrites those that differ with the values of
-            the first replica.
+            the first rank that holds them.
 
     Raises:
         PiperRuntimeError: They differ; names the parameters. Or ranks ask for different things.
-        PiperTimeoutError: A replica does not come here.
+        PiperTimeoutError: A rank that holds one of them does not come here.
     """
     number = comm.adoptions
     comm.adoptions = number + 1
-    text = f"{number} {plan.fingerprint()} {start} {','.join(digest([v for _, v in params]))}"
-    comm.publish(_key("replicas", number, comm.rank), f"{text} {describe(plan)}")
-    group = plan.group(comm.rank)
+    names = sorted(params)
+    mine = dict(zip(names, digest([params[name][0] for name in names]), strict=True))
+    text = json.dumps([plan.fingerprint(), start, mine, describe(plan)])
+    comm.publish(_key("copies", number, comm.rank), f"{number} {text}")
+    ranks = sorted({rank for _, holders in params.values() for rank in holders})
     others: list[str] = []
-    found: dict[int, list[str]] = {}
-    for rank in group:
-        other = comm.lookup(_key("replicas", number, rank), f"{number} ", comm.timeout_s)
+    found: dict[int, dict[str, str]] = {}
+    for rank in ranks:
+        other = comm.lookup(_key("copies", number, rank), f"{number} ", comm.timeout_s)
         if other is None:
             raise PiperTimeoutError(
                 format_error(
                     f"rank {rank} did not prepare the step within {comm.timeout_s:g} s",
-                    {"this rank": comm.rank, "replicas": group},
+                    {"this rank": comm.rank, "ranks that share parameters with it": ranks},
                     hint="every rank must call the same step; look for the first failed rank",
                 )
             )
-        _, program, theirs, values, what = other.split(" ", 4)
+        program, theirs, values, what = json.loads(other.partition(" ")[2])
         if program != plan.fingerprint():
             others.append(f"rank {rank}: {what}")
         elif theirs != start:
             others.append(f"rank {rank}: option 'start' is {theirs!r}, here {start!r}")
-        found[rank] = values.split(",")
+        found[rank] = values
     if others:
         raise _different_programs(plan, comm, others)
-    unequal = [i for i in range(len(params)) if len({values[i] for values in found.values()}) > 1]
+    unequal = {
+        name: differing
+        for name in names
+        if (differing := [r for r in params[name][1] if found[r].get(name) != mine[name]])
+    }
     if unequal and start == "broadcast":
-        _copy_first([params[i][1] for i in unequal], group, comm)
+        for name in unequal:
+            _copy_first(*params[name], comm)
     elif unequal:
-        raise _different_parameters(params, unequal, found, comm.rank)
+        raise _different_parameters(unequal, comm.rank)
 
 
-def _copy_first(values: Sequence[Tensor], group: tuple[int, ...], comm: Communicator) -> None:
-    """Give every rank of the group its first rank's values: the sum with zeros of all others."""
-    for value in values:
-        local = value.detach()
-        if comm.rank != group[0]:
-            local.zero_()
-        given = local.contiguous()
-        handle = comm.start_collective(
-            "all_reduce", [given], (STATE, group), [TensorSpec.of(given)]
-        )
-        (total,) = comm.wait_all(handle)
-        local.copy_(total)
+def _copy_first(value: Tensor, holders: tuple[int, ...], comm: Communicator) -> None:
+    """Give every holder the first one's value; no step is running, so channels are empty."""
+    first, *others = holders
+    local = value.detach()
+    given = local.contiguous()
+    if comm.rank != first:
+        local.copy_(comm.wait(comm.post(first, 0, TensorSpec.of(given))))
+        return
+    for rank in others:
+        comm.send(given, rank, 0)
+    for rank in others:
+        comm.drain(rank, 0)
 
 
-def _different_parameters(
-    params: Sequence[tuple[str, Tensor]],
-    unequal: Sequence[int],
-    found: dict[int, list[str]],
-    mine: int,
-) -> PiperRuntimeError:
-    shown = []
-    for i in unequal:
-        ranks = [rank for rank, values in found.items() if values[i] != found[mine][i]]
-        shown.append(f"{params[i][0]} on rank {', '.join(map(str, ranks))}")
+def _different_parameters(unequal: Mapping[str, list[int]], mine: int) -> PiperRuntimeError:
+    shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in unequal.items()]
     more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
     return PiperRuntimeError(
         format_error(
-            f"rank {mine} starts from other parameters than its replicas",
+            f"rank {mine} starts from other parameters than ranks that hold them, too",
             {"they differ in": "\n".join([*shown[:8], *more])},
             hint="seed every rank alike before the model is built (torch.manual_seed), load the "
-            'same state dict, or ask for the first replica\'s values: start="broadcast"',
+            'same state dict, or ask for the first rank\'s values: start="broadcast"',
         )
     )
 

@@ -130,11 +130,12 @@ class Place(_Record):
 
     rewrite:   F.PP0 -> F.PP0 on `devices`; values that change group are sent
     requires:  each task is placed once, on ranks of the world; several if replicated or sharded
-    keeps:     values bitwise
+    keeps:     values bitwise; gradients of what is placed by microbatch up to summation order
 
     Attributes:
         filter: Which regions; with `MB`, for which microbatches. A backward runs where its
-            forward ran.
+            forward ran. A region with several Places has its parameters on the ranks of each, and
+            their gradients are summed over these.
         devices: Ranks, in replica order.
         where: The user's line.
     """

@@ -31,8 +31,8 @@ class Options:
         timeout_s: Seconds that any wait for another rank may take.
         outputs: Where the outputs other than the loss come back: on the ranks that own them
             ("owner") or "everywhere".
-        start: What becomes of replicas whose parameters differ before the first step: "equal"
-            refuses them, "broadcast" gives all of them the values of the first replica.
+        start: What becomes of ranks that hold the same parameter with different values before the
+            first step: "equal" refuses them, "broadcast" gives all of them the first one's.
     """
 
     strategy: Strategy | None = None

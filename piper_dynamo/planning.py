@@ -207,7 +207,7 @@ class Plan:
             *((names[p], reg) for reg, p in (*program.state, *program.data)),
             *((names[p], reg) for p, reg in (*program.grads, *program.buffers)),
         ]
-        held = (*program.replicas, *program.shards, *program.experts)
+        held = (*program.contributors, *program.shards, *program.experts)
         ranks = [(names[p], group) for p, group in held]
         rest = (program.loss, program.outputs, program.weights, program.tangents, program.chunks)
         instrs = (replace(i, where=os.path.basename(i.where)) for i in program.instrs)
@@ -416,7 +416,7 @@ def make_plan(
     """
     split = split_of(strategy)
     orders = strategy.of(OrderDirective)
-    dag = replace(template.dag, chunks=dict(template.dag.chunks), orders=[], layouts={})
+    dag = replace(template.dag, chunks=dict(template.dag.chunks), orders=[], layouts={}, makers={})
     check = value_checker(template.capture, template.regions, dims)
     per_microbatch = callable(split.loss)
     first: list[GraphPass] = [

@@ -2,14 +2,17 @@
 
 Terms: a *stage* is a region `PP=s`; a *placement* says on which devices each stage is; its *shape*
 is a line (every stage has devices of its own), a loop (stage s is on the s mod p-th of p groups of
-devices) or a V (2p stages; s and 2p-1-s share devices). Below, p is the number of device groups,
-here called ranks, r one of them, m the number of microbatches, v the number of stages on a rank.
+devices), a V (2p stages; s and 2p-1-s share devices) or a two-way line: the second half of the
+microbatches goes through a line's devices from the last to the first, so that they hold stages s
+and p-1-s, and the placement says where each stage is for the first half. Below, p is the number of
+device groups, here called ranks, r one of them, m the number of microbatches, v the number of
+stages on a rank.
 
 Each schedule is `(placement, num_microbatches) -> list[Order]`, one Order per rank. It runs every
-task once, and on each stage in the order of microbatches. *Idle* is the makespan less a rank's own
-work, with F, I, W the times of a rank's whole share of one microbatch (forward, input gradient,
-weight gradient) and free communication; *memory* counts a rank's share of one microbatch's
-activations.
+task once, and on each stage of a rank in the order of microbatches. *Idle* is the makespan less a
+rank's own work, with F, I, W the times of a rank's whole share of one microbatch (forward, input
+gradient, weight gradient) and free communication; *memory* counts a rank's share of one
+microbatch's activations.
 
 Signature: placement, number of microbatches -> orders.
 """
@@ -37,6 +40,7 @@ class Shape(StrEnum):
     LINE = "line"
     LOOP = "loop"
     VEE = "vee"
+    TWO_WAY = "two-way"
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> list[Order]:
@@ -236,23 +240,75 @@ def dualpipev(placement: Placement, num_microbatches: int) -> list[Order]:
         faults.whole("num_microbatches", m, 2 * p, f"{p} ranks need that many; zbv needs only one")
         faults.check()
 
+    return [Order(list(_eight_steps(_Stages(ranks[r], m), r, p, m))) for r in range(p)]
+
+
+def dualpipe(placement: Placement, num_microbatches: int) -> list[Order]:
+    """Two pipelines through the same ranks, one from each end, whose tasks come in pairs.
+
+    Rank r has stage r for the first half of the microbatches and stage p-1-r for the second half,
+    so every stage is on two ranks, which both keep its parameters: place it as
+    `piper.strategies.places` does. A pair is as in dualpipev.
+
+    Idle: without interleaving, (p/2-1)F at F=I=W. Memory: p + 1 microbatches, and parameters and
+    gradients of two stages.
+    Least number of microbatches: 2p, an even number. Placement: a two-way line, p even.
+    Source: DeepSeek-AI, DualPipe (its 8 steps), in DeepSeek-V3, arXiv 2412.19437.
+
+    Args:
+        placement: Devices of each stage for the first half, `{0: [0], 1: [1]}`; for the second half
+            stage s is on those of stage p-1-s.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        One Order per rank.
+
+    Raises:
+        PiperStrategyError: The placement or the number of microbatches is not allowed.
+    """
+    ranks = _ranks("dualpipe", placement, num_microbatches, Shape.TWO_WAY)
+    p, m = len(ranks), num_microbatches
+    faults = Faults("piper.schedules.dualpipe", user_line())
+    if m < 2 * p:
+        faults.whole(
+            "num_microbatches", m, 2 * p, f"{p} ranks need that many; zb_h1 needs only one"
+        )
+    if m % 2:
+        faults.add("num_microbatches", m, "must be even: each direction takes half of them")
+    faults.check()
+
     def tasks(r: int) -> Iterator[_Group]:
-        run = _Stages(ranks[r], m)
-        yield from run.repeat(2 * (p - r - 1), "F0")
-        yield from run.repeat(r + 1, "F0 F1")
-        yield from run.repeat(p - r - 1, "I1 W1 F1")
-        # The main part. The last rank has both sides of the turn, where a pair would only wait.
-        yield from run.repeat(1, "F0 B1 F1+B0" if r == p - 1 else "F0+B1 F1+B0")
-        yield from run.repeat(m - 2 * p + r, "F0+B1 F1+B0")
-        yield from run.repeat(p - r - 1, "B1 F1+B0")
-        # From the middle of the next r+1 backwards of each stage on, backwards are split.
-        yield from run.repeat((r + 1) // 2, "B1 B0")
-        yield from run.repeat(1, "I1 I0" if r % 2 else "B1 I0")
-        yield from run.repeat(r // 2, "I1 I0")
-        yield from run.repeat(p - r - 1, "W+I0")
-        yield from run.repeat(r + 1, "W")
+        # The ranks of the second half are the first half's mirror image, directions and all.
+        ways = [(r, 0), (p - 1 - r, m // 2)]  # stage and first microbatch of each direction
+        stages, starts = zip(*(ways if r < p // 2 else ways[::-1]), strict=True)
+        run = _Stages(stages, m // 2, starts)
+        return _eight_steps(run, min(r, p - 1 - r), p // 2, m // 2)
 
     return [Order(list(tasks(r))) for r in range(p)]
+
+
+def _eight_steps(run: "_Stages", r: int, p: int, m: int) -> Iterator[_Group]:
+    """The groups of the r-th rank of p on a V, or from an end to the middle of a two-way line.
+
+    Args:
+        run: Its two stages: that of what comes in from the end, that of what comes back.
+        r: How many ranks it is from the end.
+        p: How many there are from the end to the turn, or to the middle.
+        m: Microbatches of each stage.
+    """
+    yield from run.repeat(2 * (p - r - 1), "F0")
+    yield from run.repeat(r + 1, "F0 F1")
+    yield from run.repeat(p - r - 1, "I1 W1 F1")
+    # The main part. The last rank has both sides of the turn, where a pair would only wait.
+    yield from run.repeat(1, "F0 B1 F1+B0" if r == p - 1 else "F0+B1 F1+B0")
+    yield from run.repeat(m - 2 * p + r, "F0+B1 F1+B0")
+    yield from run.repeat(p - r - 1, "B1 F1+B0")
+    # From the middle of the next r+1 backwards of each stage on, backwards are split.
+    yield from run.repeat((r + 1) // 2, "B1 B0")
+    yield from run.repeat(1, "I1 I0" if r % 2 else "B1 I0")
+    yield from run.repeat(r // 2, "I1 I0")
+    yield from run.repeat(p - r - 1, "W+I0")
+    yield from run.repeat(r + 1, "W")
 
 
 SCHEDULES: Mapping[str, tuple[Schedule, Shape | None]] = {
@@ -262,6 +318,7 @@ SCHEDULES: Mapping[str, tuple[Schedule, Shape | None]] = {
     "zb_h1": (zb_h1, Shape.LINE),
     "zbv": (zbv, Shape.VEE),
     "dualpipev": (dualpipev, Shape.VEE),
+    "dualpipe": (dualpipe, Shape.TWO_WAY),
 }
 """Every schedule by name, with the shape of placement that it needs; None: any."""
 
@@ -280,9 +337,13 @@ class _Stages:
     left out, so a pattern may ask for more than there is.
     """
 
-    def __init__(self, stages: Sequence[int], num_microbatches: int) -> None:
+    def __init__(
+        self, stages: Sequence[int], num_microbatches: int, starts: Sequence[int] | None = None
+    ) -> None:
+        """Each stage takes so many microbatches, from 0 or from its own of `starts` on."""
         self._stages = stages
         self._count = num_microbatches
+        self._starts = starts if starts is not None else [0] * len(stages)
         self._next: dict[tuple[str, int], int] = {}
         self._waiting: deque[int] = deque()
 
@@ -300,7 +361,7 @@ class _Stages:
             self._waiting.append(chunk)
         elif which == _BW:
             self._waiting.remove(chunk)
-        yield _task(which, self._stages[chunk], micro)
+        yield _task(which, self._stages[chunk], self._starts[chunk] + micro)
 
     def repeat(self, times: int, pattern: str) -> Iterator[_Group]:
         """The groups of `times` repetitions of `pattern`."""
@@ -357,6 +418,9 @@ _NEEDS = {
     "use one_f_one_b or zb_h1 for a line, zbv or dualpipev for a V, gpipe for any",
     Shape.VEE: "must be a V, with stages s and 2p-1-s on rank s: {0: [0], 1: [1], 2: [1], 3: [0]}; "
     "use one_f_one_b or zb_h1 for a line, interleaved_1f1b for a loop, gpipe for any",
+    Shape.TWO_WAY: "must be a line of an even number of stages, a stage per rank: {0: [0], 1: [1]} "
+    "(the second half of the microbatches goes the other way); use one_f_one_b or zb_h1 for an odd "
+    "number, interleaved_1f1b for a loop, zbv or dualpipev for a V, gpipe for any",
 }
 
 
@@ -365,6 +429,8 @@ def _expected(shape: Shape, count: int, p: int) -> list[list[int]]:
     match shape:
         case Shape.LINE:
             return [[s] for s in range(count)]
+        case Shape.TWO_WAY:
+            return [[s] for s in range(count)] if count % 2 == 0 else []
         case Shape.LOOP:
             fits = count % p == 0 and count >= 2 * p
             return [list(range(r, count, p)) for r in range(p)] if fits else []

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
-from piper_dynamo.agreement import agree, announcement, check_replicas, compare
+from piper_dynamo.agreement import agree, announcement, check_copies, compare
 from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import (
     PiperCaptureError,
@@ -287,10 +287,16 @@ class CompiledStep:
         state.data_rank, state.data_world = plan.replica(comm.rank)
         layouts, group = plan.layouts(comm.rank), plan.group(comm.rank)
         distributed = any(layout.groups for layout in layouts.values())
-        new = [a for a in self._args if a.position in layouts and not record_of(values[a.position])]
-        if new:
-            given = [(a.name, values[a.position]) for a in new]
-            check_replicas(plan, comm, given, self._options.start)
+        shared = {
+            a.name: (values[a.position], holders[a.position])
+            for a in self._args
+            if a.kind is ArgKind.PARAMETER
+            and len(holders.get(a.position, ())) > 1
+            and not record_of(values[a.position])
+        }
+        if shared:
+            mine = {name: given for name, given in shared.items() if comm.rank in given[1]}
+            check_copies(plan, comm, mine, self._options.start)
         for arg in self._args:
             ranks = holders.get(arg.position, (0,))
             value = values[arg.position]

@@ -3,7 +3,7 @@
 Signature: a few numbers -> a strategy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import assert_never
 
@@ -17,7 +17,7 @@ from piper_dynamo.values import Faults, user_line
 def placement(
     schedule: str, ranks: int, stages: int | None = None, *, replicas: int = 1
 ) -> dict[int, list[int]]:
-    """Where a schedule wants its stages: a line, a loop or a V.
+    """Where a schedule wants its stages: a line, one or both ways, a loop or a V.
 
     Args:
         schedule: Its name in `piper.schedules`.
@@ -27,7 +27,7 @@ def placement(
         replicas: Devices per pipeline rank; pipeline rank r has devices r*replicas and following.
 
     Returns:
-        Devices of each stage.
+        Devices of each stage; for dualpipe, of the first half of the microbatches.
 
     Raises:
         PiperStrategyError: Lists every argument that is not allowed.
@@ -40,7 +40,7 @@ def placement(
         faults.whole("stages", stages, 1)
     faults.check()
     match shape:
-        case Shape.LINE:
+        case Shape.LINE | Shape.TWO_WAY:
             count, fits, must = ranks, stages == ranks, f"must be {ranks}, one per rank"
         case Shape.VEE:
             count, fits, must = 2 * ranks, stages == 2 * ranks, f"must be {2 * ranks}, two per rank"
@@ -58,6 +58,42 @@ def placement(
     stages = count if stages is None else stages
     on = [min(s, 2 * ranks - 1 - s) if shape is Shape.VEE else s % ranks for s in range(stages)]
     return {s: list(range(r * replicas, (r + 1) * replicas)) for s, r in enumerate(on)}
+
+
+def places(
+    schedule: str, placement: Mapping[int, Sequence[int]], num_microbatches: int
+) -> list[Place]:
+    """The directives that put a schedule's stages on their devices.
+
+    One Place per stage. dualpipe has two: stage s of p is on its own devices for the first half of
+    the microbatches, and on those of stage p-1-s for the second half.
+
+    Args:
+        schedule: Its name in `piper.schedules`.
+        placement: Devices of each stage, as the schedule takes it.
+        num_microbatches: How many microbatches the batch is split into.
+
+    Returns:
+        The directives, by stage.
+
+    Raises:
+        PiperStrategyError: There is no such schedule, or it does not take these arguments.
+    """
+    faults = Faults("piper.strategies.places", user_line())
+    shape = _shape(schedule, faults)
+    faults.check()
+    SCHEDULES[schedule][0](placement, num_microbatches)  # refuses what it does not take
+    if shape is not Shape.TWO_WAY:
+        return [Place({"PP": stage}, devices=group) for stage, group in placement.items()]
+    half, last = num_microbatches // 2, len(placement) - 1
+    return [
+        Place({"PP": stage, "MB": microbatches}, devices=placement[of])
+        for stage in sorted(placement)
+        for microbatches, of in (
+            (range(half), stage),
+            (range(half, num_microbatches), last - stage),
+        )
+    ]
 
 
 def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
@@ -125,7 +161,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     build, _ = SCHEDULES[schedule]
     return Strategy(
         Split({}, dim="MB", num_microbatches=num_microbatches, inputs=inputs, loss=combine),
-        *(Place({"PP": stage}, devices=group) for stage, group in devices.items()),
+        *places(schedule, devices, num_microbatches),
         *([how] if replicas > 1 else []),
         *([shard] if expert_ranks > 1 else []),
         *build(devices, num_microbatches),

@@ -67,7 +67,7 @@ def strategy(
     """Experts split over all ranks of their region, the rest replicated."""
     return piper.Strategy(
         piper.Split({}, num_microbatches=microbatches),
-        *jobs.places(placement),
+        *jobs.places(placement, schedule, microbatches),
         piper.Replicate({"PP": "*"}, zero=zero),
         piper.Shard({"EP": "*"}, **options),
         *jobs.orders(schedule, placement, microbatches),
@@ -106,7 +106,7 @@ def copies(
     """Two ranks share the experts, and there are two copies of them, or more."""
     return piper.Strategy(
         piper.Split({}, num_microbatches=microbatches),
-        *jobs.places(placement),
+        *jobs.places(placement, schedule, microbatches),
         piper.Replicate({"PP": "*"}, axes=("dp", "ep"), **options),
         piper.Shard({"EP": "*"}, axes=("ep",)),
         *jobs.orders(schedule, placement, microbatches),

@@ -62,8 +62,21 @@ def orders(schedule: str, placement: Placement, microbatches: int) -> list[piper
     return list(getattr(piper.schedules, schedule)(placement, microbatches))
 
 
-def places(placement: Placement) -> list[piper.Place]:
+def places(placement: Placement, schedule: str = "", microbatches: int = 1) -> list[piper.Place]:
+    """As that schedule wants the stages; without one, a Place per stage."""
+    if schedule:
+        return piper.strategies.places(schedule, placement, microbatches)
     return [piper.Place({"PP": stage}, devices=ranks) for stage, ranks in placement.items()]
+
+
+def uses(strategy: piper.Strategy) -> Placement:
+    """The ranks that run each stage, for some or all of the microbatches."""
+    found: Placement = {}
+    for one in strategy.of(piper.Place):
+        stage = one.filter.tags["PP"]
+        assert isinstance(stage, int)
+        found.setdefault(stage, []).extend(one.devices)
+    return found
 
 
 def strategy(
@@ -78,7 +91,7 @@ def strategy(
     """A split, a place per stage and a schedule; `named` goes to piper.Strategy."""
     return piper.Strategy(
         piper.Split({}, dim="MB", num_microbatches=microbatches, inputs=inputs, loss=reduction),
-        *places(placement),
+        *places(placement, schedule, microbatches),
         *orders(schedule, placement, microbatches),
         **named,
     )

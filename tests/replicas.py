@@ -35,6 +35,7 @@ SCHEDULES: dict[str, tuple[Placement, int]] = {
     "zb_h1": (LINE, 2),
     "zbv": (VEE, 4),
     "dualpipev": (VEE, 4),
+    "dualpipe": (LINE, 4),
 }
 
 
@@ -154,23 +155,29 @@ def strategy(
     """A split, a place per stage, one Replicate for all stages with these options, a schedule."""
     return piper.Strategy(
         piper.Split({}, dim="MB", num_microbatches=microbatches, loss=reduction),
-        *jobs.places(placement),
+        *jobs.places(placement, schedule, microbatches),
         piper.Replicate({"PP": "*"}, zero=zero, **options),
         *jobs.orders(schedule, placement, microbatches),
         mesh=mesh,
     )
 
 
-def mine(batch: Sequence[Tensor], placement: Placement) -> tuple[Any, ...]:
-    """This rank's part of a global batch; what its stages do not use is poisoned."""
+def mine(
+    batch: Sequence[Tensor], placement: Placement, wanted: piper.Strategy | None = None
+) -> tuple[Any, ...]:
+    """This rank's part of a global batch; what its stages do not use is poisoned.
+
+    A strategy says which these are where a stage is placed twice.
+    """
     at = replica_of(piper.rank(), placement)
     part = tuple(value.chunk(replicas(placement))[at] for value in batch)
-    return jobs.given_to(piper.rank(), part, ((0,), (max(placement),)), placement)
+    uses = jobs.uses(wanted) if wanted is not None else placement
+    return jobs.given_to(piper.rank(), part, ((0,), (max(placement),)), uses)
 
 
 def compiled(case: Case, placement: Placement, wanted: piper.Strategy, **options: Any) -> Any:
     """A step of this rank."""
-    example = mine(case.batch(0), placement)
+    example = mine(case.batch(0), placement, wanted)
     return piper.compile(case.build(len(placement)), wanted, example_inputs=example, **options)
 
 
@@ -218,7 +225,7 @@ def run(
 
     def job() -> Trace:
         step = compiled(case, placement, wanted)
-        return train(step, [mine(case.batch(k), placement) for k in range(steps)])
+        return train(step, [mine(case.batch(k), placement, wanted) for k in range(steps)])
 
     return jobs.run_ranks(job, jobs.world(placement))
 

@@ -46,6 +46,7 @@ def test_live_forwards():
         "zb_h1": (4, 4, 4, 4),
         "zbv": (4, 4, 4, 4),
         "dualpipev": (4, 4, 4, 4.5),
+        "dualpipe": (4, 5, 5, 4),
     }
 
 
@@ -61,3 +62,4 @@ def test_allowed_numbers_of_microbatches():
     assert allowed("gpipe") == "1 to 16"
     assert allowed("interleaved_1f1b") == "1 to 8, 10, 12, 15, 16"
     assert allowed("dualpipev") == "8 to 16"
+    assert allowed("dualpipe") == "8, 10, 12, 14, 16"

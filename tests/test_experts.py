@@ -169,6 +169,7 @@ def test_one_stage(schedule: str, zero: int, top: int) -> None:
         ("zb_h1", 1, 2, LONE),
         ("zbv", 0, 2, (0.0,) * 4),
         ("dualpipev", 3, 2, LONE),
+        ("dualpipe", 3, 2, LONE),
     ],
 )
 def test_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...]) -> None:
@@ -180,7 +181,7 @@ def test_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...])
 @pytest.mark.slow
 @pytest.mark.parametrize("top", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zbv", "dualpipev", "dualpipe"])
 @pytest.mark.parametrize("shift", [(0.0,) * 4, LONE], ids=["spread", "lone"])
 def test_sweep_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...]) -> None:
     placement, microbatches = replicas.SCHEDULES[schedule]
@@ -223,7 +224,7 @@ def test_experts_keep_whole_where_their_copies_are_not_among_the_shard_axes() ->
 def test_control_blocks_of_experts_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof misses the ranks that hold the same experts."""
     monkeypatch.setattr(replicate, "_reduce_experts", lambda *args, **named: None)
-    with pytest.raises(piper.PiperPlanError, match="not reduced over its replicas"):
+    with pytest.raises(piper.PiperPlanError, match="not reduced over ranks"):
         piper.plan(experts.Mixture(1), experts.copies(2, QUAD, "gpipe", zero=1), rows(12, 0), 4)
 
 
@@ -331,7 +332,7 @@ def test_control_rows_in_the_order_they_arrive(monkeypatch: pytest.MonkeyPatch) 
 
 def test_control_copies_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicate, "_reduce_experts", lambda *args, **named: None)
-    with pytest.raises(piper.PiperPlanError, match="not reduced over its replicas"):
+    with pytest.raises(piper.PiperPlanError, match="not reduced over ranks"):
         experts.check(experts.copies(2, QUAD, "gpipe"), QUAD, size=2)
 
 

@@ -51,8 +51,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 def train(name: str, placement: jobs.Placement, microbatches: int, schedule: str) -> Trace:
     build, batch = MODELS[name]
     last = max(placement)
-    mine = jobs.given_to(piper.rank(), batch, ((0,), (last,)), placement)
     strategy = jobs.strategy(placement, microbatches, schedule)
+    mine = jobs.given_to(piper.rank(), batch, ((0,), (last,)), jobs.uses(strategy))
     step = piper.compile(build(), strategy, example_inputs=mine, timeout_s=30.0)
     return jobs.train(step, [mine] * STEPS)
 
@@ -66,6 +66,8 @@ def train(name: str, placement: jobs.Placement, microbatches: int, schedule: str
         ("stack of two", LINE2, 4, "zb_h1"),
         ("stack of four", LOOP2, 4, "interleaved_1f1b"),
         ("stack of four", V2, 4, "zbv"),
+        ("stack of two", LINE2, 4, "dualpipe"),
+        ("tied", LINE2, 4, "dualpipe"),
         ("skip", V2, 2, "gpipe"),
         ("tied", LINE2, 2, "one_f_one_b"),
         ("statistics", LINE2, 4, "one_f_one_b"),
@@ -79,6 +81,23 @@ def test_parity(
     ranks = pool.values(train, name, placement, microbatches, schedule)
     build, batch = MODELS[name]
     jobs.compare(ranks, jobs.reference(build(), [batch] * STEPS, microbatches))
+
+
+def train_from_the_first(schedule: str) -> Trace:
+    """The second rank starts from other values of what the first holds, too."""
+    build, batch = MODELS["stack of two"]
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(piper.rank())
+    strategy = jobs.strategy(LINE2, 4, schedule)
+    step = piper.compile(model, strategy, batch, start="broadcast", timeout_s=30.0)
+    return jobs.train(step, [batch] * STEPS)
+
+
+def test_copies_take_the_first_ones_values_on_request(pool: Pool) -> None:
+    ranks = pool.values(train_from_the_first, "dualpipe")
+    jobs.compare(ranks, jobs.reference(Stack4(2), [rows(8)] * STEPS, 4))
 
 
 def test_control_a_dropped_microbatch_is_noticed(pool: Pool) -> None:

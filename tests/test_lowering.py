@@ -234,7 +234,7 @@ def test_receives_are_posted_a_little_ahead(plan: Plan):
 @given(st.permutations(range(5)), st.integers(0, 4))
 def test_posting_takes_any_order_of_waits(waits: list[int], look_ahead: int):
     """Posts stay in the order of the sends, and each is before its wait."""
-    draft = Draft(rank=0, instrs=[wait(message) for message in waits])
+    draft = Draft(rank=0, place=0, instrs=[wait(message) for message in waits])
     post_receives(draft, look_ahead)
     posts = [i.message for i in draft.instrs if i.op is Op.POST]
     assert posts == list(range(5))

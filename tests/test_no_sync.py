@@ -46,14 +46,14 @@ def one_process() -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def train(zero: int, outside: Callable[[int], bool]):
+def train(zero: int, outside: Callable[[int], bool], schedule: str = "one_f_one_b"):
     """Steps for which `outside` is false run inside no_sync."""
     placement = {0: [0, 1], 1: [2, 3]}
     strategy = piper.Strategy(
-        piper.Split({}, num_microbatches=2),
-        *(piper.Place({"PP": s}, devices=d) for s, d in placement.items()),
+        piper.Split({}, num_microbatches=4),
+        *jobs.places(placement, schedule, 4),
         piper.Replicate({"PP": "*"}, zero=zero),
-        *piper.schedules.one_f_one_b(placement, 2),
+        *jobs.orders(schedule, placement, 4),
     )
     replica = piper.rank() % 2
     mine = [batch.chunk(2)[replica] for batch in batches(STEPS)]
@@ -80,10 +80,15 @@ def train(zero: int, outside: Callable[[int], bool]):
     return local, counts
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_put_off_reductions_change_no_number(zero: int):
+@pytest.mark.parametrize(
+    ("zero", "schedule"),
+    [*((zero, "one_f_one_b") for zero in range(4)), (0, "dualpipe"), (1, "dualpipe")],
+)
+def test_put_off_reductions_change_no_number(zero: int, schedule: str):
     want = one_process()
-    found = piper.launch(lambda: train(zero, lambda k: k == STEPS - 1), ranks=4, engine="inprocess")
+    found = piper.launch(
+        lambda: train(zero, lambda k: k == STEPS - 1, schedule), ranks=4, engine="inprocess"
+    )
     for rank, (held, counts) in enumerate(found):
         for name, value in held.items():
             whole = want[name]

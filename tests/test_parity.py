@@ -76,7 +76,7 @@ def distributed(
 
     def job() -> Trace:
         mine = [
-            jobs.given_to(piper.rank(), batch, subject.needs, placement)
+            jobs.given_to(piper.rank(), batch, subject.needs, jobs.uses(strategy))
             for batch in batches or [subject.batch] * STEPS
         ]
         model = subject.build()
@@ -127,6 +127,8 @@ def test_line_of_four(schedule: str, microbatches: int) -> None:
         ("zb_h1", LINE2, 4),
         ("zbv", V2, 4),
         ("dualpipev", V2, 4),
+        ("dualpipe", LINE2, 4),
+        ("dualpipe", LINE4, 8),
     ],
 )
 def test_other_schedules_and_placements(
@@ -366,6 +368,7 @@ def test_dropout_does_not_depend_on_schedule_or_placement() -> None:
     assert len(set(want.losses)) == len(want.losses)
     jobs.compare([seeded(LINE2, "one_f_one_b", 7)], want)
     jobs.compare([seeded(ONE, "gpipe", 7)], want)
+    jobs.compare([seeded(LINE2, "dualpipe", 7)], want)
     assert seeded(ONE, "gpipe", 8).losses != want.losses
 
 

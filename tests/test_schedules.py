@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import piper_dynamo as piper
 from piper_dynamo.schedules import SCHEDULES
-from piper_dynamo.strategies import placement
+from piper_dynamo.strategies import placement, places
 
 LINE2, LOOP2, VEE2 = (
     {0: [0], 1: [1]},
@@ -150,6 +150,26 @@ def test_dualpipev_turns_without_a_pair():
     )
 
 
+def test_dualpipe_is_the_published_order():
+    """Both ranks are in the middle: each starts what comes from the end that it is."""
+    assert [text(order) for order in piper.schedules.dualpipe(LINE2, 4)] == [
+        "F0.0 F1.2 F0.1 B1.2 [F1.3+B0.0] B1.3 BI0.1 BW0.1",
+        "F0.2 F1.0 F0.3 B1.0 [F1.1+B0.2] B1.1 BI0.3 BW0.3",
+    ]
+
+
+def test_dualpipe_is_the_same_from_both_ends():
+    """The last rank does what the first does, with the other half of the microbatches."""
+    orders = piper.schedules.dualpipe(placement("dualpipe", 4), 8)
+    assert text(orders[0]) == (
+        "F0.0 F0.1 F0.2 F3.4 BI3.4 BW3.4 F3.5 [F0.3+B3.5] [F3.6+B0.0] B3.6 [F3.7+B0.1] B3.7 "
+        "BI0.2 [BW0.2+BI0.3] BW0.3"
+    )
+    for near, far in ((0, 3), (1, 2)):
+        mirrored = [(which, s, (k + 4) % 8) for which, s, k in tasks(orders[far])]
+        assert mirrored == tasks(orders[near])
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_schedules_are_short_and_say_what_they_need(name: str):
     build = SCHEDULES[name][0]
@@ -178,8 +198,10 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, int]:
     v = {"gpipe": draw(st.integers(1, 4)), "interleaved_1f1b": draw(st.integers(2, 4))}.get(name)
     if name == "interleaved_1f1b":
         assume(m % max(1, m // p) == 0)
-    if name == "dualpipev":
+    if name in ("dualpipev", "dualpipe"):
         assume(m >= 2 * p)
+    if name == "dualpipe":
+        assume(p % 2 == m % 2 == 0)
     stages = len(placement(name, p)) if v is None else v * p
     return name, p, stages, m
 
@@ -192,14 +214,21 @@ def test_every_task_once_in_order_and_no_deadlock(case: tuple[str, int, int, int
     assert len(orders) == p
     simulate(orders, {"F": 1.0, "B": 2.0, "BI": 1.0, "BW": 1.0})
 
+    homes = {
+        (s, k): one.devices
+        for one in places(name, where, m)
+        for s in range(stages)
+        for k in range(m)
+        if one.filter.matches({"PP": s, "MB": k})
+    }
     for order in orders:
         row = tasks(order)
-        devices = {tuple(where[s]) for _, s, _ in row}
-        assert len(devices) == 1, "one order names tasks of one rank"
+        (devices,) = {homes[s, k] for _, s, k in row}  # an order names tasks of one rank
         for s in {s for _, s, _ in row}:
+            mine = [k for k in range(m) if homes[s, k] == devices]
             for passes in (("F",), ("B", "BI"), ("B", "BW")):
                 got = [k for which, stage, k in row if stage == s and which in passes]
-                assert got == list(range(m)), (s, passes)
+                assert got == mine, (s, passes)
             assert {k for w, stage, k in row if stage == s and w == "BI"} == {
                 k for w, stage, k in row if stage == s and w == "BW"
             }
@@ -209,15 +238,19 @@ def test_every_task_once_in_order_and_no_deadlock(case: tuple[str, int, int, int
 
 @given(cases())
 def test_pairs_are_a_forward_and_a_backward(case: tuple[str, int, int, int]):
+    """At the end, a weight gradient that waits and an input gradient of another microbatch."""
     name, p, stages, m = case
     groups = [
         g for order in SCHEDULES[name][0](placement(name, p, stages), m) for g in order.groups
     ]
     pairs = [[one.tags for one in group] for group in groups if len(group) > 1]
-    assert bool(pairs) == (name == "dualpipev")
-    for forward, backward in pairs:
-        assert (forward["PASS"], backward["PASS"]) == ("F", "B")
-        assert forward["PP"] != backward["PP"]
+    assert bool(pairs) == (name in ("dualpipev", "dualpipe"))
+    for first, second in pairs:
+        if (first["PASS"], second["PASS"]) == ("BW", "BI"):
+            assert (first["PP"], first["MB"]) != (second["PP"], second["MB"])
+            continue
+        assert (first["PASS"], second["PASS"]) == ("F", "B")
+        assert first["PP"] != second["PP"]
 
 
 # ---- idle times ---------------------------------------------------------------------------------
@@ -246,6 +279,9 @@ def test_closed_forms(p: int, m: int, times: tuple[float, float, float]):
         ("dualpipev", 4, 8, (1.5, 2.1, 1.5, 3.25)),
         ("dualpipev", 8, 16, (3.5, 5.1, 3.5, 8.25)),
         ("dualpipev", 8, 32, (3.5, 5.1, 3.5, 8.25)),
+        ("dualpipe", 4, 8, (1, 1.4, 1, 2)),
+        ("dualpipe", 8, 16, (3, 4.2, 3, 6.5)),
+        ("dualpipe", 8, 32, (3, 4.2, 3, 6.5)),
     ],
 )
 def test_idle_tables(name: str, p: int, m: int, want: tuple[float, ...]):
@@ -257,6 +293,17 @@ def test_idle_tables(name: str, p: int, m: int, want: tuple[float, ...]):
 def test_a_v_of_equal_times_only_waits_for_the_fill(name: str, p: int):
     for m in range(2 * p, 4 * p):
         assert idle(name, p, m, (1, 1, 1)) == pytest.approx((p - 1) / 2)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_two_ways_are_two_v_of_half_the_ranks(p: int, times: tuple[float, float, float]):
+    """A rank and its mirror image wait as one rank of dualpipev, whose stages are as long."""
+    for m in range(2 * p, 4 * p, 2):
+        found = idle("dualpipe", p, m, times)
+        assert found == pytest.approx(2 * idle("dualpipev", p // 2, m // 2, times))
+        if times == (1, 1, 1):
+            assert found == pytest.approx(p / 2 - 1)
 
 
 _time = st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.5, 2.0])
@@ -304,6 +351,8 @@ def test_peak_activations():
     assert peaks("interleaved_1f1b", 4, 8) == [11, 9, 7, 5]  # of half shares, as the next two
     assert peaks("zbv", 4, 8) == [8, 8, 8, 8]
     assert peaks("dualpipev", 4, 8) == [9, 9, 9, 9]
+    assert peaks("dualpipe", 4, 8) == [5, 5, 5, 5]
+    assert peaks("dualpipe", 8, 20) == [9] * 8
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -337,6 +386,12 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ("zbv", LOOP2, 4, "must be a V"),
     ("dualpipev", {s: [0] for s in range(4)}, 4, "must be a V"),
     ("dualpipev", VEE2, 3, "num_microbatches=3: must be a whole number of at least 4"),
+    ("dualpipe", LINE2, 2, "num_microbatches=2: must be a whole number of at least 4"),
+    ("dualpipe", LINE2, 5, "num_microbatches=5: must be even: each direction takes half of them"),
+    ("dualpipe", {0: [0], 1: [1], 2: [2]}, 6, "must be a line of an even number of stages"),
+    ("dualpipe", {0: [0]}, 2, "must be a line of an even number of stages"),
+    ("dualpipe", LOOP2, 8, "must be a line of an even number of stages"),
+    ("dualpipe", VEE2, 8, "must be a line of an even number of stages"),
 ]
 
 
@@ -389,6 +444,39 @@ def test_pipeline_places_as_the_schedule_needs(name: str, want: dict[int, list[i
     )
     assert made == eval(repr(made))
     assert all("test_schedules.py" in directive.where for directive in made.directives)
+
+
+def test_pipeline_places_stages_on_two_ranks():
+    """The second half of the microbatches goes the other way."""
+    made = piper.strategies.pipeline("dualpipe", ranks=2, num_microbatches=6, replicas=2, zero=1)
+    where = {0: [0, 1], 1: [2, 3]}
+    assert made == piper.Strategy(
+        piper.Split({}, num_microbatches=6),
+        piper.Place({"PP": 0, "MB": range(3)}, devices=[0, 1]),
+        piper.Place({"PP": 0, "MB": range(3, 6)}, devices=[2, 3]),
+        piper.Place({"PP": 1, "MB": range(3)}, devices=[2, 3]),
+        piper.Place({"PP": 1, "MB": range(3, 6)}, devices=[0, 1]),
+        piper.Replicate({"PP": "*"}, zero=1),
+        *piper.schedules.dualpipe(where, 6),
+    )
+    assert made == eval(repr(made)) == piper.Strategy.from_json(made.to_json())
+    assert "range(3, 6)" in repr(made)
+    assert all("test_schedules.py" in directive.where for directive in made.directives)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "m", "message"),
+    [
+        ("dualpip", LINE2, 4, "schedule='dualpip': did you mean 'dualpipe'? there are: gpipe"),
+        ("dualpipe", LINE2, 3, "num_microbatches=3: must be even"),
+        ("zbv", LINE2, 4, "must be a V"),
+        ("gpipe", {0: []}, 1, "placement[0]=[]"),
+    ],
+)
+def test_places_refuses(name: str, where: Any, m: int, message: str):
+    with pytest.raises(piper.PiperStrategyError, match=re.escape(message)) as caught:
+        piper.strategies.places(name, where, m)
+    assert "test_schedules.py:" in str(caught.value)
 
 
 def test_pipeline_with_everything():
@@ -446,6 +534,9 @@ def test_gpipe_and_interleaved_take_more_stages():
         ({"zero": 4, "replicas": 2}, "zero=4: must be 0, 1, 2 or 3"),
         ({"keep": 0, "replicas": 2}, 'keep=0: must be "chunk", "step", or how many buckets'),
         ({"schedule": "dualpipev", "num_microbatches": 3}, "must be a whole number of at least 4"),
+        ({"schedule": "dualpipe", "num_microbatches": 7}, "num_microbatches=7: must be even"),
+        ({"schedule": "dualpipe", "ranks": 3}, "must be a line of an even number of stages"),
+        ({"schedule": "dualpipe", "stages": 4}, "stages=4: must be 2, one per rank, for dualpipe"),
     ],
 )
 def test_pipeline_refuses(arguments: dict[str, Any], message: str):

@@ -71,6 +71,8 @@ def refusal(*arguments: str) -> str:
         ("--timeout-s inf", "--timeout-s is inf"),
         ("--weight-decay -0.1", "--weight-decay is -0.1; give 0 or a number above"),
         ("--schedule dualpipev --microbatches 2", "must be a whole number of at least 4"),
+        ("--schedule dualpipe --microbatches 2", "must be a whole number of at least 4"),
+        ("--schedule dualpipe --pp 3", "must be a line of an even number of stages"),
         ("--steps many", "'many' is not a valid integer"),
         ("--stepz 3", "No such option"),
         ("--dp 0", "--dp is 0; give a number of at least 1"),
@@ -143,12 +145,15 @@ def test_names_of_schedules():
     assert [schedule_name(name) for name in SCHEDULES] == list(SCHEDULES)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "pp"),
+    [(name, pp) for name in SCHEDULES for pp in (1, 2, 4) if (name, pp) != ("dualpipe", 1)],
+)
 def test_every_schedule_has_a_strategy(schedule: str, pp: int):
     config = Config(schedule=schedule, pp=pp, layers=8, microbatches=8)
     places = config.strategy().of(piper.Place)
-    assert len(places) == config.stages
+    assert {place.filter.tags["PP"] for place in places} == set(range(config.stages))
+    assert len(places) == config.stages * (2 if schedule == "dualpipe" else 1)
     assert {rank for place in places for rank in place.devices} == set(range(pp))
     assert not config.strategy().of(piper.Replicate)
 
@@ -342,9 +347,9 @@ MIXES = [
         (2, {"prefetch": 0, "tied_head": True}),
         (3, {"bucket_mb": 0.005, "prefetch": 2, "keep": "2"}),
     )
-    for schedule in ("one_f_one_b", "zb_h1", "zbv", "dualpipev")
+    for schedule in ("one_f_one_b", "zb_h1", "zbv", "dualpipev", "dualpipe")
 ]
-QUICK = {("one_f_one_b", 3), ("zbv", 2), ("dualpipev", 0), ("zb_h1", 1)}
+QUICK = {("one_f_one_b", 3), ("zbv", 2), ("dualpipev", 0), ("zb_h1", 1), ("dualpipe", 2)}
 
 
 def train_rank(config: Config, corpus: Corpus) -> tuple[list[float], list[float]]:
@@ -399,6 +404,7 @@ def test_replicas_equal_one_process(schedule: str, zero: int, options: dict[str,
     [
         ("one_f_one_b", {"ep": 2}),
         pytest.param("dualpipev", {"ep": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param("dualpipe", {"ep": 2, "dp": 2}, marks=pytest.mark.slow),
         pytest.param("zbv", {"ep": 2, "dp": 2}, marks=pytest.mark.slow),
     ],
 )

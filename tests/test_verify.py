@@ -43,6 +43,7 @@ def plans() -> dict[str, Plan]:
         for name, placement in SCHEDULES.items()
     }
     found["two"] = piper.plan(Stack4(2), jobs.strategy(LINE2, 4, "one_f_one_b"), rows(8))
+    found["both ways"] = piper.plan(Stack4(2), jobs.strategy(LINE2, 4, "dualpipe"), rows(8))
     # What inductor compiles does not add to sums: programs do.
     found["added"] = piper.plan(
         Stack4(2), jobs.strategy(LINE2, 4, "one_f_one_b"), rows(8), compile="inductor"
@@ -52,7 +53,7 @@ def plans() -> dict[str, Plan]:
     return found
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "two", "added", "tied", "buffers"])
+@pytest.mark.parametrize("name", [*SCHEDULES, "two", "both ways", "added", "tied", "buffers"])
 def test_real_plans_are_safe(plans: dict[str, Plan], name: str):
     plans[name].verify()
     assert run(plans[name].programs) == []
@@ -396,7 +397,7 @@ def shuffled(program: RankProgram, draw: Callable[[int], int]) -> RankProgram:
 
 
 @settings(max_examples=max(60, settings.default.max_examples))
-@given(st.sampled_from(["two", "gpipe", "zbv"]), st.data())
+@given(st.sampled_from(["two", "both ways", "gpipe", "zbv"]), st.data())
 def test_verify_finds_exactly_the_deadlocks(plans: dict[str, Plan], name: str, data: st.DataObject):
     """Random host orders: what the graph says is what happens."""
     plan = plans[name]

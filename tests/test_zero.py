@@ -57,6 +57,9 @@ def test_the_reference_is_that_of_microbatches(case: str) -> None:
         (1, "one_f_one_b", "tied"),
         (3, "zb_h1", "tied"),
         (3, "dualpipev", "frozen"),
+        (0, "dualpipe", "plain"),
+        (1, "dualpipe", "frozen"),
+        (3, "dualpipe", "tied"),
     ],
 )
 def test_pipelines(zero: int, schedule: str, case: str) -> None:

@@ -1,10 +1,11 @@
-"""The part of the proof that is about replicated parameters: reduced once, gathered before use.
+"""The part of the proof about what several ranks hold: summed once, gathered before use.
 
 Terms: the *contributions* in a gradient are the ranks whose tasks made parts of it. A part has its
 own rank's; a reduction joins those of its group, and a message carries its sender's.
 
-Formal: for each gradient a rank ends with, no contribution is added twice, and with one rank's all
-of its replicas' are there; no block of a parameter is read but by its gather.
+Formal: each gradient a rank ends with has exactly the contributions of the ranks that it must be
+the sum of, none of them twice: of all replicas of every device group that makes a part of it; no
+block of a parameter is read but by its gather.
 """
 
 from collections.abc import Sequence
@@ -13,31 +14,26 @@ from piper_dynamo.ir.program import REDUCTIONS, Instr, Op, RankProgram
 
 
 def check_reductions(programs: Sequence[RankProgram]) -> list[str]:
-    """Each gradient of a replicated parameter is the sum over exactly its replicas, once."""
-    if not any(program.replicas for program in programs):
+    """Each gradient of several ranks' parts is the sum of exactly these, once."""
+    if not any(program.contributors for program in programs):
         return []
     finder = _Contributions(programs)
-    replicas = [dict(program.replicas) for program in programs]
     faults = []
     for program in programs:
-        for position, reg in program.grads:
-            if position not in replicas[program.rank]:
-                continue
+        registers = dict(program.grads)
+        for position, ranks in program.contributors:
+            reg, want = registers[position], set(ranks)
             found = finder.of(program.rank, reg)
-            strangers = sorted(r for r in found if position not in replicas[r])
-            missing = sorted(
-                {m for r in found - {*strangers} for m in replicas[r][position]} - found
-            )
             at = f"rank {program.rank}: the gradient {reg!r}"
-            if missing:
-                group = replicas[program.rank][position]
+            if want - found:
                 faults.append(
-                    f"{at} is not reduced over its replicas {group}: "
-                    f"it has the contributions of {sorted(found)} without {missing}"
+                    f"{at} is not reduced over ranks {sorted(want)}, which make parts of it: "
+                    f"it has the contributions of {sorted(found)} without {sorted(want - found)}"
                 )
-            if strangers:
+            if found - want:
                 faults.append(
-                    f"{at} is reduced over ranks {strangers}, which do not hold its parameter"
+                    f"{at} has the contributions of ranks {sorted(found - want)}, which it is not "
+                    f"to be reduced over: these are {sorted(want)}"
                 )
     return [*finder.faults, *faults]
 

@@ -3,7 +3,8 @@
 Nodes: placeholders (parameters, buffers, data, loss weights), `call_module` for chunks,
 `call_function` for slices, accumulation, communication and the pick of one result
 (`operator.getitem`). Every node but placeholders and picks has a frozen `Task` in `meta["task"]`;
-every value has a `TensorSpec` in `meta["spec"]`; orders are kept beside the graph as pairs of
+every value has a `TensorSpec` in `meta["spec"]`, and what a microbatch leaves of a buffer to the
+next has that buffer's position in `meta["buffer"]`; orders are kept beside the graph as pairs of
 nodes, the only edges that carry no value. The output node names what a step gives back.
 """
 
@@ -99,6 +100,7 @@ class Dag:
         orders: Pairs (before, after) of task nodes; with the directive's own line.
         training: Whether there is a backward.
         layouts: How each replicated parameter is held, by position and device group.
+        makers: The device groups that make parts of each gradient, by the argument's position.
     """
 
     graph: fx.Graph
@@ -111,6 +113,7 @@ class Dag:
     orders: list[tuple[Node, Node, str]] = field(default_factory=list)
     training: bool = True
     layouts: dict[tuple[int, tuple[int, ...]], Layout] = field(default_factory=dict)
+    makers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Node]:
         """Compute nodes, empty phases included, in graph order."""
@@ -118,6 +121,23 @@ class Dag:
             task = node.meta.get("task")
             if task is not None and task.kind is Kind.COMPUTE:
                 yield node
+
+    def contributors(self, position: int, place: int) -> tuple[int, ...]:
+        """The ranks whose parts a gradient is the sum of.
+
+        Args:
+            position: The argument's.
+            place: Of the rank that ends with the gradient, in its device group.
+        """
+        found: set[int] = set()
+        for devices in self.makers.get(position, ()):
+            layout = self.layouts.get((position, devices))
+            own = devices[place]
+            if layout is None or not layout.reduced:
+                found.add(own)
+            else:
+                found.update(layout.users(devices, own))
+        return tuple(sorted(found))
 
     def module(self) -> fx.GraphModule:
         """A module that runs the DAG on one process; only before placement."""

@@ -226,8 +226,8 @@ class RankProgram:
         outputs: Index and register of each other output this rank owns.
         grads: Argument position and register of each gradient this rank ends with.
         buffers: Argument position and register of each buffer's new value.
-        replicas: Argument position of each parameter whose gradient is summed over several ranks,
-            and these ranks.
+        contributors: Argument position of each gradient that is not this rank's parts alone, and
+            the ranks whose parts it is the sum of.
         shards: Argument position of each parameter of which this rank holds a block of rows, and
             the ranks that hold the others, in row order; it is gathered where it is used.
         experts: The same for parameters of which this rank computes with its block alone; where
@@ -249,7 +249,7 @@ class RankProgram:
     grads: tuple[tuple[int, str], ...]
     buffers: tuple[tuple[int, str], ...]
     chunks: tuple[tuple[str, str], ...]
-    replicas: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    contributors: tuple[tuple[int, tuple[int, ...]], ...] = ()
     shards: tuple[tuple[int, tuple[int, ...]], ...] = ()
     experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     peak_bytes: int = 0

@@ -198,9 +198,8 @@ def balance(
             row += load.reshape(-1, row.shape[0]).sum(0)
     if over_ranks and world_size() > 1:
         dist.all_reduce(total)
-    for layer, load, mine in zip(layers, total, loads, strict=True):
-        if mine is not None:
-            layer.moe.balance(load, rate)
+    for layer, load in zip(layers, total, strict=True):  # several ranks may have a layer
+        layer.moe.balance(load, rate)
     return total
 
 
