@@ -26,6 +26,7 @@ from piper_dynamo.ir.joint import Arg, Capture
 from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
 from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
+from piper_dynamo.lowering.apart import keep_apart
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.lower import finish, lower
@@ -533,6 +534,8 @@ def lower_all(
         order = {devices: _forward_first(tasks) for devices, tasks in order.items()}
     run_passes(dag, [Gather(order)], done=NUM_PASSES - 1, total=NUM_PASSES)
     drafts = lower(dag, order)
+    for draft in drafts:
+        keep_apart(draft)
     number_messages(drafts)
     for draft in drafts:
         post_receives(draft)

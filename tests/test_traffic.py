@@ -1,9 +1,11 @@
 """Communication in simulated steps: how long it takes, and what of it is hidden."""
 
 import pytest
+import torch
 
 import piper_dynamo as piper
-from piper_dynamo.ir.program import Op
+from piper_dynamo import planning
+from piper_dynamo.ir.program import REDUCTIONS, Op
 from tests import experts, jobs
 from tests.jobs import LINE2, mentions, refusal
 from tests.models import Stack4, rows
@@ -113,6 +115,37 @@ def test_what_orders_leave_open_follows_the_costs():
     assert sorted(free) == sorted(dear)
     assert [task.split(".MB")[1][0] for task in free[:4]] == ["0"] * 4
     assert [task.split(".MB")[1][0] for task in dear[:4]] == ["0", "1", "0", "1"]
+
+
+def beside_exchanges(plan: piper.Plan, rank: int) -> list[str]:
+    """Reductions that a rank starts while rows travel, or right before they do."""
+    found, travelling = [], set()
+    instrs = [i for i in plan.programs[rank].instrs if i.op is not Op.FREE]
+    for at, instr in enumerate(instrs):
+        if instr.op in (Op.EXCHANGE, Op.UNEXCHANGE):
+            travelling.add(instr.outputs[0])
+        elif instr.op is Op.WAIT:
+            travelling.discard(instr.inputs[0])
+        elif instr.op in REDUCTIONS:
+            later = (i for i in instrs[at:] if i.op in (Op.RUN, Op.EXCHANGE, Op.UNEXCHANGE))
+            following = next(later, None)
+            if travelling or (following is not None and following.op is not Op.RUN):
+                found.append(instr.task)
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_reduced_while_no_rows_travel(
+    monkeypatch: pytest.MonkeyPatch, zero: int
+) -> None:
+    """The last microbatch's exchanges have the links for themselves."""
+    strategy = experts.strategy({0: [0, 1], 1: [2, 3]}, 4, "one_f_one_b", zero=zero)
+    plan = piper.plan(experts.Mixture(2), strategy, rows(16), world_size=4)
+    assert [beside_exchanges(plan, rank) for rank in range(4)] == [[]] * 4
+    monkeypatch.setattr(planning, "keep_apart", lambda draft: None)
+    torch._dynamo.reset()  # an equal call would be given the same plan
+    plan = piper.plan(experts.Mixture(2), strategy, rows(16), world_size=4)
+    assert any(beside_exchanges(plan, rank) for rank in range(4))
 
 
 @pytest.mark.parametrize(
