@@ -1,12 +1,12 @@
 """Experts with a capacity in tests: plain PyTorch that drops the same rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests import experts, jobs, replicas
+from tests import experts, replicas
 from tests.experts import EXPERTS, Mixture
 from tests.jobs import CLIP, STEPS, Placement, Trace
 from tests.replicas import OPTIMIZERS, Case
@@ -76,20 +76,12 @@ def check(
     size: int = 0,
     kept: Kept = first,
     **options: Any,
-) -> Sequence[Trace]:
+) -> None:
     """Ranks under this strategy equal plain PyTorch that keeps `most` rows of each expert."""
     one = experts.case(**options)
     count = replicas.replicas(placement)
     ranks = replicas.run(one, placement, wanted)
     want = train(Reference(most, kept, **options), one, count * microbatches)
-    part = experts.part_of(size or count) if (size or count) > 1 else jobs_part
+    # Where nobody shares experts they are parameters like others.
+    part = experts.part_of(size or count) if (size or count) > 1 else replicas.part_of
     replicas.compare(ranks, want, placement, zero, part=part)
-    return ranks
-
-
-def jobs_part(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor:
-    """Where nobody shares experts they are parameters like others."""
-    return replicas.part_of(whole, rank, placement, zero)
-
-
-__all__ = ["Reference", "check", "first", "jobs", "last", "train"]

@@ -96,14 +96,19 @@ def check(
 
 
 def copies(
-    microbatches: int, placement: Placement, schedule: str, **options: Any
+    microbatches: int,
+    placement: Placement,
+    schedule: str,
+    *,
+    capacity: int | float | None = None,
+    **options: Any,
 ) -> piper.Strategy:
     """Two ranks share the experts, and there are two copies of them."""
     return piper.Strategy(
         piper.Split({}, num_microbatches=microbatches),
         *jobs.places(placement),
         piper.Replicate({"PP": "*"}, axes=("dp", "ep"), **options),
-        piper.Shard({"EP": "*"}, axes=("ep",)),
+        piper.Shard({"EP": "*"}, axes=("ep",), capacity=capacity),
         *jobs.orders(schedule, placement, microbatches),
         mesh=piper.Mesh((2, 2), ("dp", "ep")),
     )
