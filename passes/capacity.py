@@ -8,7 +8,7 @@ comes before the regions are cut: what padding needs is part of the graph that i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from piper_dynamo.moe import slots
 from piper_dynamo.moe.capacity import room
 from piper_dynamo.passes.padding import Padding, is_harmless, padding_of
 from piper_dynamo.passes.regions import Regions
-from piper_dynamo.passes.rows import ONLY_ROWS, free_views
+from piper_dynamo.passes.rows import COMES_BACK, ONLY_ROWS, free_views
 
 aten = torch.ops.aten
 _EVEN = {"grouped_mm": slots.even_mm, "grouped_outer": slots.even_outer}
@@ -43,7 +43,7 @@ class Capacity:
 
     filter: Any
     most: str
-    label: str
+    label: str = field(compare=False)
 
     @property
     def number(self) -> int | float:
@@ -85,7 +85,7 @@ def set_capacities(capture: Capture, regions: Regions, capacities: Sequence[Capa
         wanted = [c for c in capacities if any(c.filter.matches(dict(r.tags)) for r in inside)]
         if wanted:
             static |= inside
-            faults += _check(routing, regions, wanted[0])
+            faults += _check(capture, regions, routing, wanted[0])
             if not faults:
                 _rewrite(capture, regions, routing, wanted[0].number)
     nodes = [n for n in capture.graph.nodes if regions.of.get(n) in static]
@@ -126,7 +126,22 @@ def _inside(routing: _Routing, regions: Regions) -> set[RegionId]:
     return {regions.of[n] for n in users | makers if n in regions.of and not exchange_of(n)}
 
 
-def _check(routing: _Routing, regions: Regions, wanted: Capacity) -> list[str]:
+def _leaks(
+    capture: Capture, regions: Regions, mine: set[RegionId]
+) -> list[tuple[RegionId, RegionId]]:
+    """What leaves the forward of expert regions otherwise than by `combine`."""
+    found = {
+        (regions.of[node], regions.of[user]): None
+        for node in capture.graph.nodes
+        if regions.of.get(node) in mine and node not in regions.is_backward
+        for user in node.users
+        if user in regions.of and regions.of[user] not in mine and not exchange_of(user)
+        if user not in regions.is_backward
+    }
+    return list(found)
+
+
+def _check(capture: Capture, regions: Regions, routing: _Routing, wanted: Capacity) -> list[str]:
     faults = []
     for region in sorted(_inside(routing, regions), key=str):
         if not wanted.filter.matches(dict(region.tags)):
@@ -137,6 +152,12 @@ def _check(routing: _Routing, regions: Regions, wanted: Capacity) -> list[str]:
                 "piper.moe.combine what comes back"
             )
     inside = _inside(routing, regions)
+    mine = {region for region in inside if wanted.filter.matches(dict(region.tags))}
+    faults += [
+        f"{region} ({regions.where.get(region, 'no source line')}) gives {other} a value that "
+        f"{COMES_BACK}"
+        for region, other in _leaks(capture, regions, mine)
+    ]
     faults += [
         f"{user_line(node)} {node} reads how many rows an expert gets, which is not known by "
         f"{wanted.label}\n  hint  read routing.counts outside of the expert region"

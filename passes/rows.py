@@ -21,6 +21,11 @@ ONLY_ROWS = (
     "an expert region may only use operators that treat every row alike, and "
     "piper.moe.grouped_mm; make the rest before dispatch or after combine"
 )
+COMES_BACK = (
+    "piper.moe.combine does not bring back\n"
+    "  hint  let only combine's result leave the expert region, and give the rows of one dispatch "
+    "to one region"
+)
 # Where each operator says along which dims it works; none of these may be dim 0.
 _DIM_ARGUMENT = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "_softmax", "_log_softmax", "cumsum"), 1),
@@ -103,7 +108,7 @@ def free_views(
         if node.target not in _SIZED:
             continue
         source, sizes = node.args
-        if sizes[0] == rows and source.meta["val"].shape[0] == rows:
+        if sizes[0] == rows and source.meta["val"].shape[:1] == (rows,):
             node.args = (source, [-1, *sizes[1:]])
 
 

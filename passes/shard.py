@@ -34,6 +34,7 @@ from piper_dynamo.ir.program import Groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 from piper_dynamo.passes.localize import Localizer
+from piper_dynamo.passes.rows import COMES_BACK
 from piper_dynamo.passes.select import along, region_misses
 
 Devices = tuple[int, ...]
@@ -176,12 +177,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
     for value in one.node.users:
         outside = [u for u in value.users if _is_other_task(u, experts)]
         if outside and not border_of(value, "unexchange"):
-            faults.append(
-                f"{one.where} gives {task_of(outside[0]).name} a value that piper.moe.combine does "
-                "not bring back\n"
-                "  hint  let only combine's result leave the expert region, and give the rows of "
-                "one dispatch to one region"
-            )
+            faults.append(f"{one.where} gives {task_of(outside[0]).name} a value that {COMES_BACK}")
     return faults
 
 
