@@ -33,6 +33,7 @@ from piper_dynamo.lowering.memory import free_dead, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
 from piper_dynamo.lowering.sums import add_in_chunks
+from piper_dynamo.moe.capacity import written
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Capacity, set_capacities
 from piper_dynamo.passes.check import value_checker
@@ -367,7 +368,7 @@ def shardings(strategy: Strategy) -> list[Sharding]:
 def capacities_of(strategy: Strategy) -> tuple[Capacity, ...]:
     """Which of the strategy's Shards bound what an expert takes, and to how many rows."""
     return tuple(
-        Capacity(filter=one.filter, most=repr(one.capacity), label=f"{one!r} at {one.where}")
+        Capacity(filter=one.filter, most=written(one.capacity), label=f"{one!r} at {one.where}")
         for one in strategy.of(ShardDirective)
         if one.capacity is not None
     )

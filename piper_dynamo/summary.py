@@ -61,7 +61,9 @@ def summarize(
         ]
         lines.append("  ".join(padded).rstrip())
     if "exchanges" in heads:
-        lines.append("exchanges of a step, with the bytes of the rows that come")
+        lines.append(
+            f"exchanges of a step, with the bytes of the rows that come{_if_even(programs)}"
+        )
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
     unique = {key for program in programs for _, key in program.chunks}
@@ -93,6 +95,12 @@ def _row(program: RankProgram, args: Sequence[Arg]) -> dict[str, str]:
         "reductions": _traffic([_moved(i) for i in program.instrs if _is_reduction(i)]),
         "step peak": show_bytes(program.peak_bytes),
     }
+
+
+def _if_even(programs: Sequence[RankProgram]) -> str:
+    """What the bytes of rows depend on, if they do."""
+    counted = any(i.op is Op.EXCHANGE_COUNTS for program in programs for i in program.instrs)
+    return " if experts are used evenly" if counted else ""
 
 
 def _regions(runs: Sequence[Instr]) -> str:

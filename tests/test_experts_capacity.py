@@ -263,6 +263,7 @@ def test_programs_say_exactly_what_travels(monkeypatch: pytest.MonkeyPatch) -> N
     assert {i.specs[0].shape for i in issued} == {(EXPERTS * 3, 4)}
     assert not any(plan.chunks[i.target].is_ragged for i in plan.programs[0].instrs if i.target)
     assert f"{len(issued)} (" in plan.summary()
+    assert "used evenly" not in plan.summary()
     sent: list[list[int]] = []
     real = exchange.pack
 
@@ -286,8 +287,7 @@ def test_another_capacity_is_another_plan() -> None:
     assert shapes == [EXPERTS * 2, EXPERTS * 8, 8 * 2]
 
 
-def test_a_number_of_ranks_does_not_capture_again() -> None:
-    """Nor does another routing."""
+def test_another_routing_does_not_compile_again() -> None:
     step = piper.compile(Mixture(1), experts.strategy(ALONE, 2, "", capacity=2), rows(24, 0))
     torch.compiler.set_stance("fail_on_recompile")
     try:

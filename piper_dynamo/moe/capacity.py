@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def written(capacity: int | float) -> str:
+    """A capacity as it is written, in which 2 is not 2.0."""
+    return repr(float(capacity) if isinstance(capacity, float) else int(capacity))
+
+
 def room(capacity: int | float, rows: int, experts: int) -> int:
     """The most rows that one expert takes of one routing.
 
@@ -23,7 +28,7 @@ def room(capacity: int | float, rows: int, experts: int) -> int:
         At least 1, and no more than there are rows.
     """
     if isinstance(capacity, float):
-        share = Fraction(repr(capacity)) * rows / experts
+        share = Fraction(written(capacity)) * rows / experts
         capacity = -(-share.numerator // share.denominator)
     return max(1, min(capacity, rows))
 
