@@ -13,6 +13,7 @@ from piper_dynamo.ir.program import EXCHANGES, Op
 from piper_dynamo.moe import slots
 from piper_dynamo.moe.capacity import room
 from piper_dynamo.passes import capacity as passes
+from piper_dynamo.passes import padding
 from piper_dynamo.runtime import exchange, local
 from tests import capacity, experts, jobs, replicas
 from tests.experts import EXPERTS, Mixture
@@ -217,10 +218,16 @@ class NormedReference(capacity.Reference):
         return inner / inner.norm(dim=-1, keepdim=True) @ self.down[layer][expert]
 
 
-def check_normed(schedule: str) -> None:
+def check_normed(schedule: str, **options: Any) -> None:
     """Experts without tokens among them; a weight's gradient may be its own task."""
     placement, microbatches = replicas.SCHEDULES[schedule]
-    wanted = experts.strategy(placement, microbatches, schedule, capacity=3)
+    wanted = piper.Strategy(
+        piper.Split({}, num_microbatches=microbatches),
+        *jobs.places(placement),
+        piper.Replicate({"PP": "*"}, **options),
+        piper.Shard({"EP": "*"}, capacity=3),
+        *jobs.orders(schedule, placement, microbatches),
+    )
     one = experts.case()
     built = replace(one, build=lambda stages: Normed(stages, shift=LONE))
     ranks = replicas.run(built, placement, wanted)
@@ -228,9 +235,27 @@ def check_normed(schedule: str) -> None:
     replicas.compare(ranks, want, placement, 0, part=experts.part_of(2))
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
-def test_padding_does_not_poison_gradients(schedule: str) -> None:
-    check_normed(schedule)
+@pytest.mark.parametrize(
+    ("schedule", "bucket_mb"), [("one_f_one_b", None), ("zb_h1", None), ("zb_h1", 0.0002)]
+)
+def test_padding_does_not_poison_gradients(schedule: str, bucket_mb: float | None) -> None:
+    """Buckets cut experts in two, so that one piece's rows are the other's."""
+    check_normed(schedule, bucket_mb=bucket_mb)
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "tanh", "neg"])
+def test_what_is_said_to_keep_zeros_does(name: str) -> None:
+    assert name in padding._KEEPS_ZERO
+    assert not getattr(torch.ops.aten, name)(torch.zeros(3)).any()
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "tanh", "sigmoid", "threshold"])
+def test_what_is_said_to_be_a_product_is(name: str) -> None:
+    """Zeros as the gradient give zeros, whatever the value."""
+    assert f"{name}_backward" in padding._PRODUCTS
+    zeros, value = torch.zeros(3), torch.tensor([-1.0, 0.0, 0.5])
+    args = (zeros, value, 0) if name == "threshold" else (zeros, value)
+    assert not getattr(torch.ops.aten, f"{name}_backward")(*args).any()
 
 
 def test_control_padding_that_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.verify import verify
+from piper_dynamo.runtime.exchange import pack
 from tests import experts, jobs
 from tests.experts import EXPERTS, Mixture
 from tests.models import rows
@@ -152,6 +154,11 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     wanted = experts.strategy({0: [0, 1, 2]}, 1, "", capacity=2)
     with pytest.raises(piper.PiperPlanError, match=r"4 experts, which 3 ranks do not divide"):
         piper.plan(Mixture(1), wanted, rows(12, 0), 3)
+
+
+def test_messages_are_divided_or_refused() -> None:
+    with pytest.raises(piper.PiperRuntimeError, match="7 rows cannot go evenly to 2 ranks"):
+        pack("exchange", [torch.zeros(7, 4)], 2)
 
 
 def test_two_shards_of_one_region_are_refused() -> None:
