@@ -109,9 +109,8 @@ class Localizer:
                 sort_by_expert(graph, *_arriving(node), size=size)
                 usual = _propagate(graph, [i.usual for i in inputs])
         except _Unfit as error:
-            self.faults.append(
-                f"{where} cannot be computed by several ranks: {error}\n  hint  {ONLY_ROWS}"
-            )
+            what = "be computed by several ranks" if size > 1 else "have a capacity"
+            self.faults.append(f"{where} cannot {what}: {error}\n  hint  {ONLY_ROWS}")
             return None
         outputs = [
             _Seen(usual=a, other=b) if a is not None and b is not None else None
