@@ -9,8 +9,8 @@ from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError
 from piper_dynamo.ir import ops
-from piper_dynamo.ir.alias import exchange_of, root
-from piper_dynamo.ir.graph import WEIGHT, Dag, call, pick, safe
+from piper_dynamo.ir.alias import exchange_of, is_even_exchange, root
+from piper_dynamo.ir.graph import WEIGHT, Border, Dag, call, pick, safe
 from piper_dynamo.ir.joint import ArgKind, Capture
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, Pass, RegionId, Task, TaskName
@@ -165,7 +165,11 @@ class _Builder:
             if kind == "unexchange":
                 value = node.args[0]
             if value.name in self.values:
-                self.values[value.name].meta["border"] = (kind, routing.name)
+                self.values[value.name].meta["border"] = Border(
+                    kind=kind,
+                    routing=routing.name,
+                    experts=routing.meta["val"].shape[0] if is_even_exchange(node) else None,
+                )
 
     def finish(self) -> Dag:
         capture = self.capture

@@ -1,7 +1,8 @@
 """Localize: expert chunks made for the experts of one rank, and for any number of rows.
 
 Terms: *rows* are as in `rows.py`; a chunk is *local* once its parameters are one rank's experts.
-Its captured number of rows, the even share, stays in its specs.
+Its captured number of rows, the even share, stays in its specs. A *static* chunk always gets the
+captured number, as many of each expert and rank: `static.py` does the rest for it.
 
 Signature: a task's chunk -> a local chunk, or why there cannot be one. A graph is traced twice,
 with the captured rows and with others: what changes is rows, what breaks is refused.
@@ -19,14 +20,12 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.ir import ops
 from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable, spec_of
-from piper_dynamo.ir.graph import Dag, producer
+from piper_dynamo.ir.graph import Border, Dag, border_of, producer
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.spec import TensorSpec, user_line
 from piper_dynamo.ir.task import Kind
-from piper_dynamo.passes.rows import mixing
-
-aten = torch.ops.aten
-_SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+from piper_dynamo.passes.rows import ONLY_ROWS, free_views, mixing
+from piper_dynamo.passes.static import multiply_in_batches, share_experts, sort_by_expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +57,18 @@ class Localizer:
         self._made: dict[tuple[str, int], _Local | None] = {}
         self._of: dict[Node, _Local | None] = {}
 
-    def __call__(self, node: Node, size: int, where: str) -> None:
+    def __call__(self, node: Node, size: int, where: str, *, is_static: bool = False) -> None:
         """Replace a task's chunk.
 
         Args:
             node: The task.
             size: Among how many ranks its experts are split.
             where: The task, for a message.
+            is_static: Whether it is in a static region.
         """
         key = (str(node.target), size)
         if key not in self._made:
-            self._made[key] = self._localize(node, size, where)
+            self._made[key] = self._localize(node, size, where, is_static=is_static)
         local = self._made[key]
         self._of[node] = local
         if local is None:
@@ -88,7 +88,7 @@ class Localizer:
                 if task is not None and task.kind in (Kind.ACCUMULATE, Kind.SUM):
                     user.meta["spec"] = seen.usual
 
-    def _localize(self, node: Node, size: int, where: str) -> _Local | None:
+    def _localize(self, node: Node, size: int, where: str, *, is_static: bool) -> _Local | None:
         chunk = node.meta["phase"].chunk
         inputs = self._inputs(node, size)
         if inputs is None:
@@ -96,25 +96,28 @@ class Localizer:
         graph = copied(chunk.graph)
         rows = [i.usual.shape[0] for i in inputs if i.is_rows]
         if rows:
-            _free_views(graph, rows[0])
+            free_views(graph, rows[0])
+        if is_static:
+            share_experts(graph, size)
         try:
             other = _propagate(graph, [i.other for i in inputs])
             shapes = {n: _shape(n) for n in graph.nodes}
             usual = _propagate(graph, [i.usual for i in inputs])
             _check_rows(graph, shapes, rows[0] if rows else 0)
+            if is_static:
+                multiply_in_batches(graph)
+                sort_by_expert(graph, *_arriving(node), size=size)
+                usual = _propagate(graph, [i.usual for i in inputs])
         except _Unfit as error:
-            self.faults.append(
-                f"{where} cannot be computed by several ranks: {error}\n"
-                "  hint  an expert region may only use operators that treat every row alike, and "
-                "piper.moe.grouped_mm; make the rest before dispatch or after combine"
-            )
+            what = "be computed by several ranks" if size > 1 else "have a capacity"
+            self.faults.append(f"{where} cannot {what}: {error}\n  hint  {ONLY_ROWS}")
             return None
         outputs = [
             _Seen(usual=a, other=b) if a is not None and b is not None else None
             for a, b in zip(usual, other, strict=True)
         ]
         made = make_chunk(graph, chunk.num_results)
-        return _Local(replace(made, is_ragged=True), outputs)
+        return _Local(replace(made, is_ragged=not is_static), outputs)
 
     def _inputs(self, node: Node, size: int) -> list[_Seen] | None:
         """What the chunk's placeholders are on one rank; None where a task before has failed."""
@@ -146,11 +149,30 @@ class Localizer:
             seen = local.outputs[int(str(source.args[1]))]
             assert seen is not None
             return seen
-        if source.meta["border"][0] == "exchange_counts":
+        border = source.meta["border"]
+        if border.kind == "exchange_counts":
             spec = ops.block_spec(spec, size)
             return _Seen(usual=spec, other=spec)
-        rows = 2 * spec.shape[0] + 1
+        rows = 2 * spec.shape[0] + (border.experts or 1)
         return _Seen(usual=spec, other=replace(spec, shape=(rows, *spec.shape[1:])).contiguous())
+
+
+def _arriving(node: Node) -> tuple[dict[int, int], dict[int, int]]:
+    """Which inputs and results of a task's chunk pass a border, and how many experts there are."""
+    phase = node.meta["phase"]
+    inputs: dict[int, int] = {}
+    late = len(phase.chunk.inputs) - len(node.args)  # a bundle is one argument, and many inputs
+    for place, source in enumerate(node.args):
+        border = source.meta.get("border") if isinstance(source, Node) else None
+        if isinstance(border, Border) and border.experts is not None:
+            is_first = place < len(phase.primals)
+            inputs[place if is_first else place + late] = border.experts
+    results: dict[int, int] = {}
+    for value in node.users:
+        border = border_of(value, "unexchange")
+        if border is not None and border.experts is not None:
+            results[int(str(value.args[1]))] = border.experts
+    return inputs, results
 
 
 class _Propagation(FakeTensorProp):
@@ -166,49 +188,6 @@ class _Propagation(FakeTensorProp):
 
 class _Unfit(Exception):
     """A chunk's graph does not work with other sizes; the text says where."""
-
-
-def _free_views(graph: fx.Graph, rows: int) -> None:
-    """Let operators that were told the number of rows find out how many there are."""
-    for node in list(graph.nodes):
-        if node.target in (aten.slice_backward.default, aten.select_backward.default):
-            _pad_instead(graph, node)
-        if node.target not in _SIZED:
-            continue
-        source, sizes = node.args
-        if sizes[0] == rows and source.meta["val"].shape[0] == rows:
-            node.args = (source, [-1, *sizes[1:]])
-
-
-def _pad_instead(graph: fx.Graph, node: Node) -> None:
-    """The gradient of a part, surrounded by zeros, without the whole's number of rows.
-
-    rewrite:   slice_backward(g, [rows, d], 1, a, b, 1)  ->  pad(g, a zeros before, d - b after)
-    """
-    grad, sizes, dim, start = node.args[:4]
-    assert isinstance(grad, Node)
-    assert isinstance(sizes, list | tuple)
-    assert isinstance(dim, int)
-    assert isinstance(start, int)
-    dim %= len(sizes)
-    is_slice = node.target is aten.slice_backward.default
-    if dim == 0 or (is_slice and node.args[5] != 1):
-        return  # mixes rows, or has gaps: left to be refused
-    size = int(str(sizes[dim]))
-    first = min(start % size if start < 0 else start, size)
-    last = min(int(str(node.args[4])), size) if is_slice else first + 1
-    last += size if last < 0 else 0
-    before = [0] * (2 * (len(sizes) - 1 - dim))
-    with graph.inserting_before(node):
-        part = grad if is_slice else graph.call_function(aten.unsqueeze.default, (grad, dim))
-        padded = graph.call_function(
-            aten.constant_pad_nd.default, (part, [*before, first, size - last])
-        )
-    for new in (padded,) if is_slice else (part, padded):
-        new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "custom")}
-    padded.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(padded)
-    graph.erase_node(node)
 
 
 def _propagate(graph: fx.Graph, specs: Sequence[TensorSpec]) -> list[TensorSpec | None]:

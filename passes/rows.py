@@ -1,20 +1,31 @@
-"""Rows: which operators treat every row of an expert region alike.
+"""Rows: which operators treat every row of an expert region alike, whatever their number.
 
 Terms: a value is *rows* when its first dim is the rows of an expert region, as many as come. Under
 `Shard` a rank has other rows than one process would, so no operator may let one row see another.
 
-Signature: a node and which of its operands are rows -> why it may not be there, or nothing.
+Signature: a node and which of its operands are rows -> why it may not be there, or nothing; graph
+-> the same for any number of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tag
+from torch import Tag, fx, ops
 from torch._ops import OpOverload
 from torch.fx.node import Node
 
 from piper_dynamo.ir.alias import is_random, operator_name
 
+aten = ops.aten
+ONLY_ROWS = (
+    "an expert region may only use operators that treat every row alike, and "
+    "piper.moe.grouped_mm; make the rest before dispatch or after combine"
+)
+COMES_BACK = (
+    "piper.moe.combine does not bring back\n"
+    "  hint  let only combine's result leave the expert region, and give the rows of one dispatch "
+    "to one region"
+)
 # Where each operator says along which dims it works; none of these may be dim 0.
 _DIM_ARGUMENT = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "_softmax", "_log_softmax", "cumsum"), 1),
@@ -30,7 +41,8 @@ _KEEPS_ROWS = frozenset(
         *("zeros_like", "ones_like", "full_like", "empty_like", "lift_fresh_copy"),
     )
 )
-_BY_EXPERT = frozenset(("grouped_mm", "grouped_outer", "getitem"))
+_BY_EXPERT = frozenset(("grouped_mm", "grouped_outer", "even_mm", "even_outer", "getitem"))
+_SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 
 
 def mixing(node: Node, is_rows: Callable[[Any], bool], dims: int) -> str:
@@ -73,3 +85,60 @@ def _along(node: Node, name: str, dims: int) -> bool | None:
     listed = found if isinstance(found, list | tuple) else [found]
     dims += name in ("unsqueeze", "stack")  # they count the new dim, too
     return not listed or any(not isinstance(d, int) or d % max(dims, 1) == 0 for d in listed)
+
+
+def free_views(
+    graph: fx.Graph,
+    rows: int,
+    nodes: Sequence[Node] | None = None,
+    made: Callable[[Node, Node], None] = lambda new, old: None,
+) -> None:
+    """Let operators that were told the number of rows find out how many there are.
+
+    Args:
+        graph: Where they are.
+        rows: The number.
+        nodes: Which; None: all.
+        made: Called with every new node and the one in whose place it is.
+    """
+    for node in list(graph.nodes if nodes is None else nodes):
+        if node.target in (aten.slice_backward.default, aten.select_backward.default):
+            _pad_instead(graph, node, made)
+            continue
+        if node.target not in _SIZED:
+            continue
+        source, sizes = node.args
+        if sizes[0] == rows and source.meta["val"].shape[:1] == (rows,):
+            node.args = (source, [-1, *sizes[1:]])
+
+
+def _pad_instead(graph: fx.Graph, node: Node, made: Callable[[Node, Node], None]) -> None:
+    """The gradient of a part, surrounded by zeros, without the whole's number of rows.
+
+    rewrite:   slice_backward(g, [rows, d], 1, a, b, 1)  ->  pad(g, a zeros before, d - b after)
+    """
+    grad, sizes, dim, start = node.args[:4]
+    assert isinstance(grad, Node)
+    assert isinstance(sizes, list | tuple)
+    assert isinstance(dim, int)
+    assert isinstance(start, int)
+    dim %= len(sizes)
+    is_slice = node.target is aten.slice_backward.default
+    if dim == 0 or (is_slice and node.args[5] != 1):
+        return  # mixes rows, or has gaps: left to be refused
+    size = int(str(sizes[dim]))
+    first = min(start % size if start < 0 else start, size)
+    last = min(int(str(node.args[4])), size) if is_slice else first + 1
+    last += size if last < 0 else 0
+    before = [0] * (2 * (len(sizes) - 1 - dim))
+    with graph.inserting_before(node):
+        part = grad if is_slice else graph.call_function(aten.unsqueeze.default, (grad, dim))
+        padded = graph.call_function(
+            aten.constant_pad_nd.default, (part, [*before, first, size - last])
+        )
+    for new in (padded,) if is_slice else (part, padded):
+        new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "custom")}
+        made(new, node)
+    padded.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(padded)
+    graph.erase_node(node)

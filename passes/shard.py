@@ -3,7 +3,8 @@
 Terms: an *expert region* lies between `piper.moe.dispatch` and `combine`; *rows* are its tokens'
 activations, as many as come; a *border* is a value that enters or leaves it (`meta["border"]` says
 which exchange it passes, and by which routing); a chunk is *local* once it is made for the experts
-of one rank, and for any number of rows.
+of one rank, and for any number of rows; a *static* region has a capacity (`capacity.py`), so as
+many rows come from every rank, and nobody has to be told.
 
 Signature: placed DAG -> DAG with exchanges, local expert chunks, and the layout of every expert
 parameter.
@@ -21,6 +22,7 @@ from piper_dynamo.ir.alias import operator_name
 from piper_dynamo.ir.graph import (
     Dag,
     Layout,
+    border_of,
     collective,
     is_pick,
     producer,
@@ -32,6 +34,7 @@ from piper_dynamo.ir.program import Groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 from piper_dynamo.passes.localize import Localizer
+from piper_dynamo.passes.rows import COMES_BACK
 from piper_dynamo.passes.select import along, region_misses
 
 Devices = tuple[int, ...]
@@ -39,10 +42,14 @@ Devices = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """One Shard directive: what it matches, over which axes, and its name in a message."""
+    """One Shard directive: what it matches, over which axes, and its name in a message.
+
+    `is_static` says that it has a capacity, which `capacity.py` has put into the graph.
+    """
 
     filter: Any
     label: str
+    is_static: bool = False
     stream: str = "ep"
     axes: tuple[str, ...] | None = None
     mesh: Any = None
@@ -65,6 +72,11 @@ class _Expert:
         return task_of(self.node).devices
 
     @property
+    def size(self) -> int:
+        """Among how many ranks the experts are split."""
+        return len(self.groups[0])
+
+    @property
     def where(self) -> str:
         return f"{task_of(self.node).name} ({task_of(self.node).where or 'no source line'})"
 
@@ -75,7 +87,7 @@ class Shard:
     rewrite:   y = F.EP0(w, x, counts)
                ->  counts, s = exchange_counts(counts) ; x = exchange(x, s)
                    y = F.EP0(this rank's rows of w, x, counts) ; y = unexchange(y, s)
-               and the same, from y to x, in the backward
+               and the same, from y to x, in the backward; static regions need no counts
     requires:  rows enter by `dispatch` and leave by `combine`; parameters are weights of
         `grouped_mm`, whose experts the group divides; nothing depends on how many rows there are
     keeps:     values, row by row; each expert's gradient is that of all ranks' tokens
@@ -98,18 +110,19 @@ class Shard:
         if not faults:
             local = Localizer(dag)
             for one in experts.values():
-                local(one.node, len(one.groups[0]), one.where)
+                local(one.node, one.size, one.where, is_static=one.how.is_static)
             faults += local.faults
         if faults:
             raise PiperPlanError(
                 join_faults("the experts cannot be sharded", list(dict.fromkeys(faults)))
             )
-        _Exchanges(dag, experts).insert()
-        for one in experts.values():
+        shared = {node: one for node, one in experts.items() if one.size > 1}
+        _Exchanges(dag, shared).insert()
+        for one in shared.values():
             _note_layouts(dag, one)
 
     def _find(self, dag: Dag, faults: list[str]) -> dict[Node, _Expert]:
-        """The tasks that several ranks share as experts."""
+        """The tasks that several ranks share as experts, and those of static regions."""
         found: dict[Node, _Expert] = {}
         doubly: set[RegionId] = set()
         for node in dag.tasks():
@@ -125,7 +138,8 @@ class Shard:
             groups = mine[0].groups(task.devices)
             if len({len(g) for g in groups}) > 1 or sum(map(len, groups)) != len(task.devices):
                 faults.append(f"{mine[0].label}: its axes do not divide the ranks {task.devices}")
-            if len(groups[0]) > 1 and node.meta.get("phase") is not None:
+            is_one = len(groups[0]) > 1 or mine[0].is_static
+            if is_one and node.meta.get("phase") is not None:
                 found[node] = _Expert(node=node, how=mine[0], groups=groups)
         return found
 
@@ -135,7 +149,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
     faults = []
     phase = one.node.meta["phase"]
     inputs = phase.chunk.graph.find_nodes(op="placeholder")
-    size = len(one.groups[0])
+    size = one.size
     for source, inside in _with_placeholders(one.node, inputs):
         made = producer(source).meta.get("task")
         whole = source.args[0] if made is not None and made.kind is Kind.SLICE else source
@@ -143,7 +157,8 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
         position = whole.meta.get("arg")
         if position is not None:
             faults += _check_argument(dag, one, dag.args[position], inside, size)
-            faults += _check_other_uses(dag, one, source, experts)
+            if size > 1:
+                faults += _check_other_uses(dag, one, source, experts)
         elif source.op == "placeholder":
             faults.append(
                 f"{one.where} makes the loss, which needs all ranks' tokens\n"
@@ -152,7 +167,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
         elif producer(source) in experts:
             if experts[producer(source)].groups != one.groups:
                 faults.append(f"{one.where} reads {source.name}, which is sharded in another way")
-        elif source.meta.get("border", ("",))[0] not in ("exchange", "exchange_counts"):
+        elif not (border_of(source, "exchange") or border_of(source, "exchange_counts")):
             made = task_of(producer(source)).name
             faults.append(
                 f"{one.where} reads a value of {made} that piper.moe.dispatch did not send there: "
@@ -161,13 +176,8 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
             )
     for value in one.node.users:
         outside = [u for u in value.users if _is_other_task(u, experts)]
-        if outside and value.meta.get("border", ("",))[0] != "unexchange":
-            faults.append(
-                f"{one.where} gives {task_of(outside[0]).name} a value that piper.moe.combine does "
-                "not bring back\n"
-                "  hint  let only combine's result leave the expert region, and give the rows of "
-                "one dispatch to one region"
-            )
+        if outside and not border_of(value, "unexchange"):
+            faults.append(f"{one.where} gives {task_of(outside[0]).name} a value that {COMES_BACK}")
     return faults
 
 
@@ -234,7 +244,10 @@ def _check_other_uses(
 
 def _is_matrix_only(node: Node) -> bool:
     return all(
-        (operator_name(user) == "grouped_mm" and node not in (user.args[0], user.args[2]))
+        (
+            operator_name(user) in ("grouped_mm", "even_mm")
+            and node not in (user.args[0], user.args[2])
+        )
         or (_keeps_first_dim(user) and _is_matrix_only(user))
         for user in node.users
     )
@@ -254,9 +267,9 @@ class _Exchanges:
     def __init__(self, dag: Dag, experts: dict[Node, _Expert]) -> None:
         self._dag, self._experts = dag, experts
         self._asked = {
-            (node.meta["border"][1], _microbatch(node)): node
+            (border.routing, _microbatch(node)): node
             for node in dag.graph.nodes
-            if node.meta.get("border", ("",))[0] == "exchange_counts"
+            if (border := border_of(node, "exchange_counts"))
         }
         # By the name of a routing's counts, the microbatch, and the ranks: what the exchange gives.
         self._counts: dict[tuple[str, int | None, Groups], tuple[Node, Node]] = {}
@@ -270,7 +283,7 @@ class _Exchanges:
                 if "border" in source.meta and producer(source) not in self._experts:
                     one = self._experts[node]
                     entering.setdefault((source, one.groups), []).append(one)
-        counts = {k: v for k, v in entering.items() if k[0].meta["border"][0] == "exchange_counts"}
+        counts = {k: v for k, v in entering.items() if border_of(k[0], "exchange_counts")}
         for (value, _), users in counts.items():
             self._exchange_counts(value, users)
         for (value, groups), users in entering.items():
@@ -289,11 +302,11 @@ class _Exchanges:
             [value],
             one,
             [
-                (f"{value.name}_here", ops.block_spec(spec, len(one.groups[0]))),
+                (f"{value.name}_here", ops.block_spec(spec, one.size)),
                 (f"{value.name}_splits", replace(spec, shape=(2, *spec.shape)).contiguous()),
             ],
         )
-        self._counts[value.meta["border"][1], _microbatch(value), one.groups] = local, splits
+        self._counts[value.meta["border"].routing, _microbatch(value), one.groups] = local, splits
         for user in users:
             if value in user.node.all_input_nodes:
                 user.node.replace_input_with(value, local)
@@ -301,22 +314,26 @@ class _Exchanges:
     def _enter(self, value: Node, users: list[_Expert]) -> None:
         one = users[0]
         results = [(f"{value.name}_here", value.meta["spec"])]
-        (here,) = self._insert(Kind.EXCHANGE, [value, self._splits(value, one)], one, results)
+        (here,) = self._insert(Kind.EXCHANGE, [value, *self._splits(value, one)], one, results)
         for user in users:
             user.node.replace_input_with(value, here)
 
     def _leave(self, value: Node, one: _Expert) -> None:
         users = [u for u in value.users if _is_other_task(u, self._experts)]
         results = [(f"{value.name}_back", value.meta["spec"])]
-        (back,) = self._insert(Kind.UNEXCHANGE, [value, self._splits(value, one)], one, results)
+        (back,) = self._insert(Kind.UNEXCHANGE, [value, *self._splits(value, one)], one, results)
         for user in users:
             user.replace_input_with(value, back)
 
-    def _splits(self, value: Node, one: _Expert) -> Node:
-        routing, microbatch = value.meta["border"][1], _microbatch(value)
+    def _splits(self, value: Node, one: _Expert) -> list[Node]:
+        """What says how many rows go and come; nothing where they are as many for every rank."""
+        border = value.meta["border"]
+        if border.experts is not None:
+            return []
+        routing, microbatch = border.routing, _microbatch(value)
         if (routing, microbatch, one.groups) not in self._counts:  # no expert asks how many come
             self._exchange_counts(self._asked[routing, microbatch], [one])
-        return self._counts[routing, microbatch, one.groups][1]
+        return [self._counts[routing, microbatch, one.groups][1]]
 
     def _insert(
         self,

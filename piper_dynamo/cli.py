@@ -29,6 +29,8 @@ _HELP = {
     "ep": "Replicas that share the experts of one copy, of --model moe.",
     "experts": "Experts per layer of --model moe, beside a shared one.",
     "top_k": "Experts that a token goes to.",
+    "capacity": "Most tokens an expert takes of a rank's microbatch, 1 being its even share; it "
+    "drops the others.  [default: takes all]",
     "zero": "What replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.",
     "bucket_mb": "MiB of parameters that are gathered and reduced as one.  [default: a stage's]",
     "prefetch": "How many uses ahead a shard is gathered.",

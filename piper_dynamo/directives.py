@@ -255,14 +255,17 @@ class Shard(_Record):
 
     rewrite:   dispatch ; experts ; combine  ->  exchange ; this rank's experts ; exchange back
     requires:  the region lies between `piper.moe.dispatch` and `combine`; num_experts divides
-    keeps:     values up to summation order; an expert's gradient is the same for every layout
+    keeps:     values up to summation order; an expert's gradient is the same for every layout.
+        With a capacity: of a model whose experts drop the rows beyond their first ones, in the
+        order of the tokens; such rows give zeros, and get none of the gradient
 
     Attributes:
         filter: Which regions.
         axes: Mesh axes to split over; None: all devices of the region.
         stream: Logical stream of the exchanges.
-        capacity: Most tokens an expert takes from one rank (int), or that as a factor of the even
-            share (float); None: as many as there are.
+        capacity: Most rows an expert takes of one rank's microbatch (int), or that as a factor of
+            the even share (float), rounded up; None: as many as there are. With one all sizes are
+            known beforehand, and it holds on one rank, too.
         where: The user's line.
     """
 

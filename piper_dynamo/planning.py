@@ -34,7 +34,9 @@ from piper_dynamo.lowering.memory import free_dead, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
 from piper_dynamo.lowering.sums import add_in_chunks
+from piper_dynamo.moe.capacity import written
 from piper_dynamo.passes.build import build
+from piper_dynamo.passes.capacity import Capacity, set_capacities
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
 from piper_dynamo.passes.gather import Gather
@@ -259,6 +261,7 @@ def template_of(  # noqa: PLR0913
     training: bool,
     paths: Mapping[int, str] | None = None,
     cuts: Cuts | None = None,
+    capacities: tuple[Capacity, ...] = (),
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
 
@@ -273,6 +276,7 @@ def template_of(  # noqa: PLR0913
         training: With the backward.
         paths: The user's path of each output, for messages, where it is known.
         cuts: What cuts regions into pieces.
+        capacities: What bounds how many rows experts take.
     """
     full = (
         key,
@@ -283,6 +287,7 @@ def template_of(  # noqa: PLR0913
         loss,
         training,
         cuts,
+        capacities,
     )
     if key is not None and full in _templates:
         return _templates[full]
@@ -290,6 +295,7 @@ def template_of(  # noqa: PLR0913
         gm, args, numbers, dims, num_microbatches, loss=loss, training=training, paths=paths
     )
     regions = find_regions(captured, cuts)
+    set_capacities(captured, regions, capacities)
     graphs = cut(captured, regions)
     kept = {captured.placeholders[a.position] for a in args}
     partitioner = Partitioner(captured.mode)
@@ -354,6 +360,7 @@ def shardings(strategy: Strategy) -> list[Sharding]:
         Sharding(
             filter=one.filter,
             label=f"{one!r} at {one.where}",
+            is_static=one.capacity is not None,
             stream=one.stream or "ep",
             axes=one.axes,
             mesh=strategy.mesh,
@@ -362,12 +369,19 @@ def shardings(strategy: Strategy) -> list[Sharding]:
     ]
 
 
+def capacities_of(strategy: Strategy) -> tuple[Capacity, ...]:
+    """Which of the strategy's Shards bound what an expert takes, and to how many rows."""
+    return tuple(
+        Capacity(filter=one.filter, most=written(one.capacity), label=f"{one!r} at {one.where}")
+        for one in strategy.of(ShardDirective)
+        if one.capacity is not None
+    )
+
+
 def refuse_unsupported(strategy: Strategy) -> None:
     """Refuse directives that this version does not apply, rather than ignore them."""
     faults = []
     for directive in strategy.directives:
-        if isinstance(directive, ShardDirective) and directive.capacity is not None:
-            faults.append(f"Shard(capacity={directive.capacity!r}) at {directive.where}")
         if isinstance(directive, OrderDirective) and directive.stream is not None:
             faults.append(f"Order(stream={directive.stream!r}) at {directive.where}")
     split = split_of(strategy)
@@ -383,7 +397,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
             format_error(
                 "the strategy asks for what this version does not do",
                 {"directives": "\n".join(faults)},
-                hint="supported: Split({}), Place, Replicate, Shard without capacity, Order",
+                hint="supported: Split({}), Place, Replicate, Shard, Order",
             )
         )
 

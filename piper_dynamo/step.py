@@ -32,7 +32,15 @@ from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.options import Options
-from piper_dynamo.planning import Plan, cuts_of, data_dims, make_plan, split_of, template_of
+from piper_dynamo.planning import (
+    Plan,
+    capacities_of,
+    cuts_of,
+    data_dims,
+    make_plan,
+    split_of,
+    template_of,
+)
 from piper_dynamo.runtime.comm import STATE, Communicator
 from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
@@ -185,6 +193,7 @@ class CompiledStep:
                 training=self._training,
                 paths=self._paths,
                 cuts=cuts_of(strategy, self._options.compile_for(values)),
+                capacities=capacities_of(strategy),
             )
             self._plans[key] = make_plan(
                 template,

@@ -108,6 +108,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     prefetch: int = 1,
     keep: Keep = "chunk",
     expert_ranks: int = 1,
+    capacity: int | float | None = None,
     inputs: Mapping[str, Rule] | None = None,
     combine: Loss = "mean",
     loss: LossPath | None = None,
@@ -127,6 +128,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         keep: How long gathered parameters stay.
         expert_ranks: How many of the replicas share the experts (regions tagged "EP") of one copy;
             a divisor of `replicas`.
+        capacity: How many rows an expert takes of one rank's microbatch, see `Shard`.
         inputs: How each argument is split, see `Split`.
         combine: How the microbatches' losses combine, see `Split`.
         loss: Which output is the loss, see `Strategy`.
@@ -150,20 +152,21 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         faults.add("expert_ranks", expert_ranks, f"must divide replicas={replicas}")
         faults.check()
     devices = placement(schedule, ranks, stages, replicas=replicas)
+    has_shard = expert_ranks > 1 or capacity is not None
     # Only copies of experts need axes; without them a group is all devices of a region.
-    copies = replicas // expert_ranks if expert_ranks > 1 else 1
+    copies = replicas // expert_ranks if has_shard else 1
     mesh = Mesh((ranks, copies, expert_ranks), ("pp", "dp", "ep")) if copies > 1 else None
     axes = ("dp", "ep") if mesh is not None else None
     how = Replicate(
         {"PP": "*"}, axes=axes, zero=zero, bucket_mb=bucket_mb, prefetch=prefetch, keep=keep
     )
-    shard = Shard({"EP": "*"}, axes=None if mesh is None else ("ep",))
+    shard = Shard({"EP": "*"}, axes=None if mesh is None else ("ep",), capacity=capacity)
     build, _ = SCHEDULES[schedule]
     return Strategy(
         Split({}, dim="MB", num_microbatches=num_microbatches, inputs=inputs, loss=combine),
         *places(schedule, devices, num_microbatches),
         *([how] if replicas > 1 else []),
-        *([shard] if expert_ranks > 1 else []),
+        *([shard] if has_shard else []),
         *build(devices, num_microbatches),
         mesh=mesh,
         loss=loss,

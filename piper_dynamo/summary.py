@@ -1,8 +1,9 @@
 """What a plan comes to, rank by rank, as a table.
 
 Terms: on a rank a parameter is *whole*, *sharded* (a block of its rows) or *absent* (other ranks
-hold it); a *gather* makes sharded parameters whole, a *reduction* sums gradients over replicas. A
-column is there only if some rank has something in it.
+hold it); a *gather* makes sharded parameters whole, a *reduction* sums gradients over replicas, an
+*exchange* brings rows to their experts or back. A column is there only if some rank has something
+in it.
 
 Signature: all ranks' programs -> text.
 """
@@ -20,6 +21,7 @@ NONE = "-"
 _ALWAYS = ("rank", "regions", "tasks", "step peak")
 # Of the step itself: the loss is a number, and its reduction says nothing of a strategy.
 _LOSS = "loss"
+_ROWS = frozenset({Op.EXCHANGE, Op.UNEXCHANGE})
 
 
 def summarize(
@@ -58,6 +60,10 @@ def summarize(
             for head, cell, width in zip(heads, cells, widths, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
+    if "exchanges" in heads:
+        lines.append(
+            f"exchanges of a step, with the bytes of the rows that come{_if_even(programs)}"
+        )
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
     unique = {key for program in programs for _, key in program.chunks}
@@ -84,10 +90,17 @@ def _row(program: RankProgram, args: Sequence[Arg]) -> dict[str, str]:
         "buffers": _bytes(sum(spec.nbytes for spec in buffers if spec is not None)),
         "tasks": str(len(runs)),
         "sends": _traffic([i.spec.nbytes for i in program.instrs if i.op is Op.SEND and i.spec]),
+        "exchanges": _traffic([_moved(i) for i in program.instrs if i.op in _ROWS]),
         "gathers": _traffic([_moved(i) for i in program.instrs if i.op is Op.ALL_GATHER]),
         "reductions": _traffic([_moved(i) for i in program.instrs if _is_reduction(i)]),
         "step peak": show_bytes(program.peak_bytes),
     }
+
+
+def _if_even(programs: Sequence[RankProgram]) -> str:
+    """What the bytes of rows depend on, if they do."""
+    counted = any(i.op is Op.EXCHANGE_COUNTS for program in programs for i in program.instrs)
+    return " if experts are used evenly" if counted else ""
 
 
 def _regions(runs: Sequence[Instr]) -> str:

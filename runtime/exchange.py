@@ -1,8 +1,10 @@
 """Rows on their way to experts and back.
 
-Terms: a *group* of ranks holds the experts of one copy, each rank as many, in rank order; rows that
-a rank sends are sorted by expert, so those for one rank lie together; rows that arrive come rank by
-rank and are sorted again by expert, then by rank: the order that one process would have them in.
+Terms: a *group* of ranks holds the experts of one copy, each rank as many, in rank order. Rows are
+exchanged by *splits*, which say how many go and come, or *evenly*: as many to every rank, and that
+is all. By splits, rows that a rank sends are sorted by expert, so those for one rank lie together;
+rows that arrive come rank by rank and are sorted again by expert, then by rank: the order that one
+process would have them in.
 
 Signature: values of an exchange -> what to send, how many rows go and come, and what becomes of
 what arrives.
@@ -55,8 +57,12 @@ def pack(name: str, values: Sequence[Any], size: int) -> Parcel:
 
     Args:
         name: "exchange_counts", "exchange" or "unexchange".
-        values: The counts of all experts [E]; or rows [r, ...] and their splits.
+        values: The counts of all experts [E]; or rows [r, ...] and their splits; or rows alone,
+            which are exchanged evenly.
         size: Ranks in the group.
+
+    Raises:
+        PiperRuntimeError: There are not as many rows as were counted, or as divide.
     """
     if name == "exchange_counts":
         (counts,) = values
@@ -68,6 +74,8 @@ def pack(name: str, values: Sequence[Any], size: int) -> Parcel:
             return [table.sum(0), _splits(counts.view(size, share), table)]
 
         return Parcel(value=counts.contiguous(), sent=even, received=even, unpack=learn)
+    if len(values) == 1:
+        return _even(values[0], size)
     rows, splits = values
     told = sum(splits.sent if name == "exchange" else splits.received)
     if rows.shape[0] != told:
@@ -85,6 +93,14 @@ def pack(name: str, values: Sequence[Any], size: int) -> Parcel:
         received=splits.sent,
         unpack=lambda come: [come],
     )
+
+
+def _even(rows: Tensor, size: int) -> Parcel:
+    share, rest = divmod(rows.shape[0], size)
+    if rest:
+        raise PiperRuntimeError(f"{rows.shape[0]} rows cannot go evenly to {size} ranks")
+    even = [share] * size
+    return Parcel(value=rows.contiguous(), sent=even, received=even, unpack=lambda come: [come])
 
 
 def _taken(rows: Tensor, order: Tensor | None) -> Tensor:

@@ -101,14 +101,20 @@ def check(
 
 
 def copies(
-    microbatches: int, placement: Placement, schedule: str, num_copies: int = 2, **options: Any
+    microbatches: int,
+    placement: Placement,
+    schedule: str,
+    num_copies: int = 2,
+    *,
+    capacity: int | float | None = None,
+    **options: Any,
 ) -> piper.Strategy:
     """Two ranks share the experts, and there are two copies of them, or more."""
     return piper.Strategy(
         piper.Split({}, num_microbatches=microbatches),
         *jobs.places(placement, schedule, microbatches),
         piper.Replicate({"PP": "*"}, axes=("dp", "ep"), **options),
-        piper.Shard({"EP": "*"}, axes=("ep",)),
+        piper.Shard({"EP": "*"}, axes=("ep",), capacity=capacity),
         *jobs.orders(schedule, placement, microbatches),
         mesh=piper.Mesh((num_copies, 2), ("dp", "ep")),
     )

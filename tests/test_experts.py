@@ -310,6 +310,7 @@ def test_what_a_rank_holds_and_exchanges() -> None:
         # The first layer's rows are the batch, which gets no gradient.
         assert issued.count(Op.UNEXCHANGE) == 2 * 2 * 2 - (2 if program.rank < 2 else 0)
     assert "sharded" in plan.summary()
+    assert "exchanges of a step, with the bytes of the rows that come if" in plan.summary()
 
 
 # Controls: the comparison fails for the mistakes it is there to find.

@@ -260,8 +260,3 @@ def test_a_region_without_experts_is_refused() -> None:
     )
     with pytest.raises(piper.PiperPlanError, match="no task has the tag 'XP'"):
         piper.plan(Mixture(1), wanted, rows(12, 0), 2)
-
-
-def test_capacity_is_refused_for_now() -> None:
-    with pytest.raises(piper.PiperStrategyError, match="capacity"):
-        piper.plan(Mixture(1), experts.strategy(PAIR, 1, "", capacity=2), rows(12, 0), 2)

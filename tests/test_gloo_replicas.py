@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 import piper_dynamo as piper
-from tests import experts, jobs, replicas
+from tests import capacity, experts, jobs, replicas
 from tests.jobs import STEPS, Placement, Trace
 from tests.pool import Pool
 from tests.replicas import CASES, LINE
@@ -53,6 +53,14 @@ def train_experts(zero: int) -> Trace:
     return replicas.train(step, [replicas.mine(one.batch(k), LINE) for k in range(STEPS)])
 
 
+def train_capacity() -> Trace:
+    """The same with experts that take two rows each; those of the second rank get none."""
+    one = experts.case(shift=(9.0, 0.0, -9.0, -9.0))
+    wanted = experts.strategy(LINE, 2, "one_f_one_b", zero=1, capacity=2)
+    step = replicas.compiled(one, LINE, wanted, timeout_s=30.0)
+    return replicas.train(step, [replicas.mine(one.batch(k), LINE) for k in range(STEPS)])
+
+
 def half_of(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor:
     return replicas.shard(whole, 2, rank % 2)
 
@@ -79,6 +87,12 @@ def test_experts(pool: Pool, zero: int) -> None:
     want = replicas.reference(experts.case(shift=(9.0, 0.0, -9.0, -9.0)))
     found = pool.values(train_experts, zero)
     replicas.compare(found, want, LINE, zero, part=experts.part_of(2))
+
+
+def test_experts_with_a_capacity(pool: Pool) -> None:
+    options = {"shift": (9.0, 0.0, -9.0, -9.0)}
+    want = capacity.train(capacity.Reference(2, **options), experts.case(**options), 4)
+    replicas.compare(pool.values(train_capacity), want, LINE, 1, part=experts.part_of(2))
 
 
 def check_whole(found: list[dict[str, Tensor]], want: Trace) -> None:

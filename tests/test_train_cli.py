@@ -105,6 +105,9 @@ def refusal(*arguments: str) -> str:
         ("--top-k 1 --experts 4", "--experts 4 is about experts; give --model moe"),
         ("--model moe --ep 3 --batch 12", "--experts 8 do not divide among --ep 3 ranks"),
         ("--model moe --top-k 9", "--top-k 9 is more than --experts 8"),
+        ("--capacity 1.25", "--capacity 1.25 is about experts; give --model moe"),
+        ("--model moe --capacity 0", "--capacity is 0.0; give a number above 0"),
+        ("--model moe --capacity 2 --compare", "--capacity 2 drops tokens"),
         ("--model moe --ep 2 --ranks 2", "--ranks is 2, but --pp 2 x --ep 2 needs 4"),
         ("--dp 2 --ranks 2", "--ranks is 2, but --pp 2 x --dp 2 needs 4; leave --ranks out"),
         (
@@ -175,6 +178,8 @@ def test_experts_are_in_the_strategy():
     assert copies.mesh == piper.Mesh((2, 2, 2), ("pp", "dp", "ep"))
     assert copies.of(piper.Shard) == (piper.Shard({"EP": "*"}, axes=("ep",)),)
     assert [place.devices for place in copies.of(piper.Place)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    bounded = Config(model="moe", pp=2, ep=2, capacity=1.25).strategy()
+    assert bounded.of(piper.Shard) == (piper.Shard({"EP": "*"}, capacity=1.25),)
 
 
 # The run folder
@@ -485,6 +490,18 @@ def test_experts_on_two_ranks(tmp_path: Path):
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(1 <= one["busiest_expert"] <= 4 for one in lines if "loss" in one)
     assert "exchange" in (tmp_path / "program_rank0.py").read_text()
+
+
+@pytest.mark.dist(2)
+@pytest.mark.timeout(200)
+def test_experts_with_a_capacity_say_what_they_drop(tmp_path: Path):
+    asked = "--model moe --experts 4 --pp 1 --ep 2 --steps 2 --eval-every 0 --capacity 0.5 --out"
+    done = run(*asked.split(), str(tmp_path), timeout_s=180)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # Half of the rows find room where experts are used evenly, and fewer where they are not.
+    assert all(0.5 <= one["dropped"] < 1 for one in lines)
+    assert "% dropped" in done.stderr
 
 
 @pytest.mark.dist(4)

@@ -14,6 +14,14 @@ _HIDDEN_VIEWS = {
     torch.ops.aten.unsafe_split.Tensor,
     torch.ops.aten.unsafe_split_with_sizes.default,
 }
+# The even ones bring rows into slots, too, and back (`moe/slots.py`).
+_EXCHANGES = {
+    "piper::exchange_counts": "exchange_counts",
+    "piper::exchange": "exchange",
+    "piper::unexchange": "unexchange",
+    "piper::pad": "exchange",
+    "piper::unpad": "unexchange",
+}
 _COPIES_OF_NOTHING = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -51,10 +59,14 @@ def operator_name(node: Node) -> str:
 
 
 def exchange_of(node: Node) -> str:
-    """Which of the experts' exchanges a captured node is; empty for any other."""
+    """Which of the experts' exchanges a captured node stands for; empty for any other."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    kind = name.removeprefix("piper::")
-    return kind if kind in ("exchange_counts", "exchange", "unexchange") else ""
+    return _EXCHANGES.get(name, "")
+
+
+def is_even_exchange(node: Node) -> bool:
+    """Whether a captured node stands for an exchange of slots, which are as many for every rank."""
+    return bool(exchange_of(node)) and operator_name(node) in ("pad", "unpad")
 
 
 def root(node: Node) -> Node:

@@ -1,18 +1,26 @@
 """The part of the proof that is about experts: rows go and come back by what the counts said.
 
+Terms: an exchange of rows is *even* where it has no splits: as many rows go to every rank.
+
 Formal: every exchange of rows over a group uses splits that an exchange of counts over the same
-group gave; a block of expert parameters is read by chunks alone. Not proven: that the counts are
-those of the same routing, and that the chunks are made for one rank's experts.
+group gave, or is even and the group divides its rows; all by which rows come to a region's tasks of
+one microbatch, and leave them, are over one group, and all have splits or all are even and of
+equally many rows; a block of expert parameters is read by chunks alone. Not proven: that the counts
+are those of the same routing, and that the chunks are made for one rank's experts. That the members
+of a group agree on the rows of an even exchange is a part of the proof of collectives.
 """
 
 from collections.abc import Sequence
 
 from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.task import RegionId, TaskName
 
 
 def check_exchanges(programs: Sequence[RankProgram]) -> list[str]:
     """Exchanges of rows against the exchanges of counts that they depend on."""
-    return [fault for program in programs for fault in _check_rank(program)]
+    return [
+        fault for program in programs for fault in (*_check_rank(program), *_check_ways(program))
+    ]
 
 
 def _check_rank(program: RankProgram) -> list[str]:
@@ -28,6 +36,10 @@ def _check_rank(program: RankProgram) -> list[str]:
             asked[instr.outputs[0]] = instr
         elif instr.op is Op.WAIT and instr.inputs[0] in asked:
             splits[instr.outputs[1]] = asked[instr.inputs[0]]
+        elif _is_even(instr):
+            rows, size = instr.specs[0].shape[0], len(instr.group)
+            if rows % size:
+                faults.append(f"{at}: {rows} rows cannot go evenly to {size} ranks")
         elif instr.op in (Op.EXCHANGE, Op.UNEXCHANGE):
             by = splits.get(instr.inputs[-1])
             if by is None:
@@ -44,3 +56,44 @@ def _check_rank(program: RankProgram) -> list[str]:
                 if reg in blocks
             ]
     return faults
+
+
+def _is_even(instr: Instr) -> bool:
+    return instr.op in (Op.EXCHANGE, Op.UNEXCHANGE) and len(instr.inputs) == 1
+
+
+def _check_ways(program: RankProgram) -> list[str]:
+    """Rows leave a region's tasks as they came to them."""
+    faults: list[str] = []
+    started: dict[str, Instr] = {}  # the exchange behind each handle
+    came: dict[str, Instr] = {}  # and behind each register of rows
+    maker: dict[str, tuple[RegionId, int | None]] = {}
+    ways: dict[tuple[RegionId, int | None], str] = {}
+
+    def note(task: tuple[RegionId, int | None], exchange: Instr) -> None:
+        way, (region, microbatch) = _way(exchange), task
+        if ways.setdefault(task, way) != way:
+            faults.append(
+                f"rank {program.rank} {exchange.op} {exchange.task}: rows are exchanged {way}, but "
+                f"others of {region}, microbatch {microbatch}, {ways[task]}"
+            )
+
+    for instr in program.instrs:
+        if instr.op is Op.EXCHANGE:
+            started[instr.outputs[0]] = instr
+        elif instr.op is Op.WAIT and instr.inputs[0] in started:
+            came[instr.outputs[0]] = started[instr.inputs[0]]
+        elif instr.op is Op.UNEXCHANGE and instr.inputs[0] in maker:
+            note(maker[instr.inputs[0]], instr)
+        elif instr.op is Op.RUN:
+            name = TaskName.parse(instr.task)
+            maker.update(dict.fromkeys(instr.outputs, (name.region, name.mb)))
+            for reg in instr.inputs:
+                if reg in came:
+                    note((name.region, name.mb), came[reg])
+    return faults
+
+
+def _way(exchange: Instr) -> str:
+    how = f"evenly, {exchange.specs[0].shape[0]} rows," if _is_even(exchange) else "by counts"
+    return f"{how} over {exchange.communicator}"

@@ -85,6 +85,21 @@ class Layout:
         return found | ({"all_reduce": copies[0]} if copies else {})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """What a value that experts get or give passes on its way; in `meta["border"]`.
+
+    Attributes:
+        kind: "exchange" or "unexchange"; "exchange_counts" of the counts themselves.
+        routing: The counts by which rows are exchanged.
+        experts: Where these take as many rows each, whatever the counts: how many there are.
+    """
+
+    kind: str
+    routing: str
+    experts: int | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class Dag:
     """The DAG and what its names mean.
@@ -169,6 +184,12 @@ def task_of(node: Node) -> Task:
     task = node.meta["task"]
     assert isinstance(task, Task)
     return task
+
+
+def border_of(node: Node, kind: str) -> Border | None:
+    """The border of this kind that a value passes, if it does."""
+    border = node.meta.get("border")
+    return border if isinstance(border, Border) and border.kind == kind else None
 
 
 def pick(graph: fx.Graph, node: Node, index: int, name: str, spec: TensorSpec | None) -> Node:

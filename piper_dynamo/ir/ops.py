@@ -97,12 +97,18 @@ def exchange_counts(counts: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor
 
 
 def exchange(rows: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
-    """Rows sent to the ranks of their experts; what came, sorted by expert and then by rank."""
+    """Rows sent to the ranks of their experts; what came, sorted by expert and then by rank.
+
+    Without splits as many rows go to every rank, and what came is as it came: by rank.
+    """
     raise _only_in_programs("exchange")
 
 
 def unexchange(rows: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
-    """Rows sent back to the ranks they came from, in the order they had there."""
+    """Rows sent back to the ranks they came from, in the order they had there.
+
+    Without splits as many rows, sorted by rank, go to every rank.
+    """
     raise _only_in_programs("unexchange")
 
 

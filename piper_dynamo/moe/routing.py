@@ -11,6 +11,9 @@ On one device rows are sorted by expert, multiplied, and put back. `piper.Shard`
 over ranks and makes the three `exchange` operators all-to-alls (`passes/shard.py`); they copy where
 nothing is sharded. The sort is stable, so that an expert sees its rows in the order of the tokens,
 and rows that come from several ranks in the order of the ranks: as one process on all tokens would.
+
+`Shard(capacity=)` puts the operators of `slots.py` in the place of some of these
+(`passes/capacity.py`).
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +29,8 @@ class Routing(NamedTuple):
 
     Attributes:
         order: Which of the n * k assignments each sorted row is: [r], int64.
-        counts: Rows of each expert, as this rank's tokens ask for them: [E], int64.
+        counts: Rows of each expert, as this rank's tokens ask for them: [E], int64. With a
+            capacity too: before any is dropped.
         arrived: Rows of each expert where it is computed: [E], int64; [E / ranks] under Shard.
         chosen: The experts asked for, [n, k].
     """
@@ -142,12 +146,17 @@ def _refuse(title: str, **details: Any) -> None:
 def _route(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Stable order of the assignments by expert, and how many each expert gets."""
     flat = index.reshape(-1)
-    if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= num_experts):
+    # An accelerator checks by itself, where it counts; asking it here would wait for it.
+    is_here = flat.device.type == "cpu" and flat.numel()
+    if is_here and (int(flat.min()) < 0 or int(flat.max()) >= num_experts):
         raise IndexError(
             f"expert_index has {int(flat.min())} to {int(flat.max())}, "
             f"but there are experts 0 to {num_experts - 1}"
         )
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)
+    # Not bincount, which asks an accelerator how many bins there are.
+    counts = flat.new_zeros(num_experts, dtype=torch.int64)
+    counts.scatter_add_(0, flat.long(), counts.new_ones(1).expand(flat.shape[0]))
+    return flat.argsort(stable=True), counts
 
 
 @_route.register_fake

@@ -34,7 +34,7 @@ _COUNTS = (
 )
 _COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "prefetch")
 MAX_SEED = 2**63  # torch's generators take no more
-_POSITIVE = ("lr", "clip", "timeout_s", "bucket_mb")
+_POSITIVE = ("lr", "clip", "timeout_s", "bucket_mb", "capacity")
 
 
 def schedule_name(given: str) -> str:
@@ -72,6 +72,7 @@ class Config:
     batch: int = 16
     experts: int = 8
     top_k: int = 2
+    capacity: float | None = None
     tied_head: bool = False
     dtype: str = "float32"
     lr: float = 3e-3
@@ -176,7 +177,7 @@ class Config:
         if self.model != "moe":
             return [
                 f"{_flag(name)} {getattr(self, name)} is about experts; give --model moe"
-                for name in self._changed("ep", "experts", "top_k")
+                for name in self._changed("ep", "experts", "top_k", "capacity")
             ]
         if self.experts % self.ep:
             faults.append(
@@ -185,6 +186,11 @@ class Config:
             )
         if self.top_k > self.experts:
             faults.append(f"--top-k {self.top_k} is more than --experts {self.experts}")
+        if self.capacity is not None and self.compare:
+            faults.append(
+                f"--capacity {self.capacity:g} drops tokens, which the one process of --compare "
+                "does not; leave one of them out"
+            )
         return faults
 
     def _replica_faults(self) -> list[str]:
@@ -258,6 +264,7 @@ class Config:
             num_microbatches=self.microbatches,
             replicas=self.replicas,
             expert_ranks=self.ep,
+            capacity=self.capacity,
             zero=self.zero if self.replicas > 1 else 0,
             bucket_mb=self.bucket_mb if self.replicas > 1 else None,
             prefetch=self.prefetch,

@@ -20,7 +20,7 @@ from piper_dynamo.timeline import Timeline
 from piper_dynamo.train.compare import Reference, one_process, verdict
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus, Split, read_corpus
-from piper_dynamo.train.model import balance, build, flops_per_token, split_result
+from piper_dynamo.train.model import balance, build, dropped, flops_per_token, split_result
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 from piper_dynamo.train.progress import Progress
 from piper_dynamo.train.report import RunFolder, claim_folder, curve
@@ -57,13 +57,19 @@ class _History:
     validation: list[float] = field(default_factory=list)
     difference: float | None = None
     loads: torch.Tensor | None = None
+    dropped: float | None = None
 
-    def busiest(self) -> dict[str, float]:
-        """The load of the busiest expert of any layer in the last step, 1 where all are alike."""
+    def experts(self) -> dict[str, float]:
+        """What became of the experts' rows in the last step.
+
+        `busiest_expert` is what was asked of the busiest expert of any layer, 1 where all are
+        alike; `dropped`, with a capacity, the share of all rows that were dropped.
+        """
         if self.loads is None:
             return {}
         shares = self.loads / self.loads.sum(1, keepdim=True) * self.loads.shape[1]
-        return {"busiest_expert": shares.max().item()}
+        found = {"busiest_expert": shares.max().item()}
+        return found if self.dropped is None else found | {"dropped": self.dropped}
 
 
 class _Job:
@@ -137,7 +143,11 @@ class _Job:
                 self._step(step, optimizer, corpus, number)
                 speed = config.batch * config.seq / history.seconds[-1]
                 shown = f"loss {history.losses[-1]:.3f}, {speed:,.0f} tokens/s, "
-                shown += "".join(f"busiest expert {x:.1f} x, " for x in history.busiest().values())
+                experts = history.experts()
+                if "busiest_expert" in experts:
+                    shown += f"busiest expert {experts['busiest_expert']:.1f} x, "
+                if "dropped" in experts:
+                    shown += f"{experts['dropped']:.1%} dropped, "
                 show(shown + f"{flops * speed / 1e9:.1f} GFLOP/s")
                 if self.folder is not None:
                     self.folder.metric(
@@ -147,7 +157,7 @@ class _Job:
                         learning_rate=rate,
                         tokens_per_s=speed,
                         model_flops_per_s=flops * speed,
-                        **history.busiest(),
+                        **experts,
                     )
                 self._check_finite(number)
                 if reference is not None and number + 1 == len(reference.losses):
@@ -168,6 +178,8 @@ class _Job:
         optimizer.step()
         optimizer.zero_grad()
         self.history.loads = balance(self.model, loads) if loads else None
+        if loads and self.config.capacity is not None:
+            self.history.dropped = dropped(loads, self.config.capacity)
         self.history.losses.append(loss.item())
         self.history.norms.append(norm.item())
         self.history.seconds.append(time.perf_counter() - begin)

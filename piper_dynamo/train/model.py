@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from piper_dynamo.annotate import annotate
 from piper_dynamo.moe import MoELayer
+from piper_dynamo.moe import dropped as dropped_rows
 from piper_dynamo.runtime.launch import world_size
 from piper_dynamo.state import AbsentOutput
 from piper_dynamo.train.config import Config
@@ -201,6 +202,23 @@ def balance(
     for layer, load in zip(layers, total, strict=True):  # several ranks may have a layer
         layer.moe.balance(load, rate)
     return total
+
+
+def dropped(loads: Sequence[Tensor | None], capacity: float, *, over_ranks: bool = True) -> float:
+    """Which share of all rows experts with a capacity drop; call it on every rank.
+
+    Args:
+        loads: Of each layer, one row per microbatch: [M, E] (or [E] of one); None where another
+            rank has it.
+        capacity: As a factor of the even share.
+        over_ranks: See `balance`.
+    """
+    mine = [load for load in loads if load is not None]
+    lost = sum(int(dropped_rows(load, capacity).sum()) for load in mine)
+    total = torch.tensor([lost, sum(int(load.sum()) for load in mine)])
+    if over_ranks and world_size() > 1:
+        dist.all_reduce(total)
+    return (total[0] / total[1]).item()
 
 
 def flops_per_token(model: Llama, config: Config) -> float:
