@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import click
 
-from benchmarks import command, zero_counts, zero_memory, zero_real
+from benchmarks import command, zero_counts, zero_hidden, zero_memory, zero_real
 from benchmarks.report import Row
 from benchmarks.zero_sides import Job
 from piper_dynamo.train.config import Config
@@ -23,6 +23,7 @@ SECTIONS: dict[str, Callable[[int, Sequence[int]], Iterator[Row]]] = {
     "ddp": lambda pairs, levels: zero_real.ddp(JOB, pairs),
     "time": lambda pairs, levels: zero_real.levels(JOB, pairs, levels),
     "memory": lambda pairs, levels: zero_memory.levels(JOB, pairs, levels),
+    "hidden": lambda pairs, levels: zero_hidden.hidden(JOB, pairs, levels),
     "largest": lambda pairs, levels: zero_memory.fitting(JOB, [z for z in levels if z >= 2]),
 }
 

@@ -34,10 +34,12 @@ class Job:
     Attributes:
         config: Model and pipeline; its batch is that of one replica.
         replicas: Copies of the pipeline; pipeline rank r has the ranks r*replicas and following.
+        bucket_mb: Of Piper's buckets.
     """
 
     config: Config
     replicas: int = 2
+    bucket_mb: float = BUCKET_MB
 
     @property
     def ranks(self) -> int:
@@ -52,7 +54,7 @@ class Job:
         return piper.Strategy(
             piper.Split({}, num_microbatches=config.microbatches),
             *(piper.Place({"PP": stage}, devices=group) for stage, group in devices.items()),
-            piper.Replicate({"PP": "*"}, zero=zero, bucket_mb=BUCKET_MB, **options),
+            piper.Replicate({"PP": "*"}, zero=zero, bucket_mb=self.bucket_mb, **options),
             *orders(devices, config.microbatches),
             regions={f"layers.{i}": {"LAYER": i} for i in range(config.layers)},
         )

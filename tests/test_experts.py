@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import piper_dynamo as piper
 from piper_dynamo.ir.program import EXCHANGES, Op
@@ -226,6 +227,34 @@ def test_control_blocks_of_experts_not_reduced(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(replicate, "_reduce_experts", lambda *args, **named: None)
     with pytest.raises(piper.PiperPlanError, match="not reduced over ranks"):
         piper.plan(experts.Mixture(1), experts.copies(2, QUAD, "gpipe", zero=1), rows(12, 0), 4)
+
+
+class Checkpointed(Mixture):
+    """Every mixture is computed again in the backward, its exchanges are not."""
+
+    def mix(self, h: Tensor, layer: int) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return super(Checkpointed, self).mix(h, layer)
+
+        out: Tensor = checkpoint(inner, h, use_reentrant=False)
+        return out
+
+
+def test_rows_do_not_travel_again_under_checkpointing() -> None:
+    one, wanted = experts.case(), experts.strategy(PAIR, 2, "gpipe")
+    again = replicas.Case(build=Checkpointed, batch=one.batch)
+    replicas.compare(
+        replicas.run(again, PAIR, wanted),
+        replicas.reference(one),
+        PAIR,
+        0,
+        part=experts.part_of(2),
+    )
+    plans = [piper.plan(kind(1), wanted, rows(12, 0), 2) for kind in (Mixture, Checkpointed)]
+    kept, remade = ([i.op for i in p.programs[0].instrs if i.op in EXCHANGES] for p in plans)
+    assert kept == remade
+    products = [sum(chunk.matmuls for chunk in plan.chunks.values()) for plan in plans]
+    assert products[0] < products[1]
 
 
 class Tied(Mixture):
