@@ -31,7 +31,7 @@ help:
 	@echo "make test-slow   the wide sweeps"
 	@echo "make test-torch TORCH=2.11.0   the tests with another torch, in an environment of its own"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
-	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (ARGS='--levels 3')"
+	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"

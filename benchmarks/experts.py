@@ -1,7 +1,7 @@
 """Experts measured: exchanges hidden under compute, step times, memory and host work.
 
 make bench-experts
-make bench-experts ARGS="--only exposed --set emulated --pictures runs/experts"
+make bench-experts ARGS="--only exposed --sets emulated --pictures runs/experts"
 
 Ranks are joined by links of a stated rate (`links.py`: Linux, root, `ip` and `tc`), since overlap
 matters only where communication costs something. Set-ups: "real", 2 ranks that compute and share

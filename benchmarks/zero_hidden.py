@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import piper_dynamo as piper
-from benchmarks.links import Links
+from benchmarks.links import Links, missing
 from benchmarks.report import Row
 from benchmarks.zero_sides import Job
 from piper_dynamo.train.model import build
@@ -52,6 +52,9 @@ def _measure(job: Job, zero: int, steps: int) -> tuple[list[float], float]:
 
 def hidden(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
     """Every level, two replicas without a pipeline."""
+    if missing():
+        yield Row(section="hidden", what="gathers and reductions", figures=f"needs {missing()}")
+        return
     config = replace(job.config, dim=256, heads=4, kv_heads=2, pp=1)
     alone = Job(config=config, replicas=job.replicas, bucket_mb=4)
     for zero in zeros:

@@ -48,9 +48,9 @@ PURPOSES = {
     "starts without a way back through the pipeline. All that is left of the idle time is the "
     "fill, and every rank holds the same.",
     "dualpipev": "A V whose forwards and backwards come in pairs, made for experts over ranks: one "
-    "of a pair computes while the other communicates. A plan so far runs a pair's tasks one after "
-    "the other, and the backward first where both can start, so these figures are without what "
-    "pairing hides.",
+    "of a pair computes while the other communicates. These figures are of a model without "
+    "experts, where a pair's tasks run one after the other, and the backward first where both can "
+    "start: without what pairing hides.",
     "dualpipe": "Half of the microbatches goes through the ranks from the first to the last, half "
     "from the last to the first; forwards and backwards come in pairs, as in dualpipev. It idles a "
     "little less than a V and needs half its stages, but every stage is on two ranks: parameters, "

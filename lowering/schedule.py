@@ -116,7 +116,7 @@ class _Scheduler:
         if name is None:
             if task.kind is Kind.COMPUTE:
                 self.group(task.devices).order.append(self.nodes[vertex])
-            link = (task.devices, task.stream)
+            link = _link(self.nodes[vertex])
             begin = max(now, self.free_at.get(link, 0.0)) if self.taken[vertex] else now
             if self.taken[vertex]:
                 self.free_at[link] = begin + self.taken[vertex]
@@ -126,7 +126,7 @@ class _Scheduler:
         way = self.way_in_group.get(vertex)
         if way is None:
             self.make_ready((urgency, name.mb or 0, -self.way[vertex], vertex))
-        else:  # nobody else may run now
+        else:  # the order wants the group over before what comes next
             self.make_ready((_FIRST, -way, urgency, vertex))
 
     def make_ready(self, key: _Key) -> None:
@@ -207,6 +207,12 @@ def _costs(
         elif task_of(node).kind in COLLECTIVE_KINDS | {Kind.SEND}:
             cost[vertex] += costs.comm
     return cost, taken
+
+
+def _link(node: Node) -> object:
+    """What has one transfer at a time: a channel between two ranks, or a communicator."""
+    task = task_of(node)
+    return (task.devices, task.stream, node.kwargs.get("target"))
 
 
 def _sent_bytes(node: Node) -> float:

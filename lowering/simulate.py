@@ -2,8 +2,8 @@
 
 A rank issues its instructions in order. A chunk takes its cost. A message, or a collective once all
 its ranks have issued it, takes its link when that is free, and arrives after it; a wait lasts until
-then; everything else takes no time. What a wait spends on a transfer under way is *exposed*: before
-it was under way, the rank waited for another rank, not for the link.
+then; everything else takes no time. A transfer lasts from when all its ranks are ready for it to
+its arrival; what of that a rank waits is *exposed*. Before, it waited for another rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +43,14 @@ class Simulation:
     Attributes:
         timeline: Every task, message and collective on every rank.
         makespan: Time from the first to the last event.
+        peaks: Predicted peak bytes of each rank's step; see `peak_bytes`.
+        traffic: Each rank's transfers by stream, messages under "recv"; see `communication`.
     """
 
     timeline: Timeline
     makespan: float
     peaks: tuple[int, ...]
-    traffic: tuple[Mapping[str, Traffic], ...] = ()
+    traffic: tuple[Mapping[str, Traffic], ...]
 
     def busy(self, rank: int) -> float:
         """Time a rank computes."""
@@ -75,8 +77,10 @@ class Simulation:
     def __str__(self) -> str:
         """Makespan; per rank busy and idle time, and transfers by stream: time, share hidden."""
         lines = [f"simulated step: {self.makespan:.4g}"]
-        for rank, streams in enumerate(self.traffic):
-            busy = self.busy(rank)
+        spent = [0.0] * len(self.traffic)
+        for event in self.timeline.events:
+            spent[event.rank] += event.duration_s * (event.stream == "compute")
+        for rank, (streams, busy) in enumerate(zip(self.traffic, spent, strict=True)):
             parts = [f"rank {rank}", f"busy {busy:.4g}", f"idle {self.makespan - busy:.4g}"]
             parts += [
                 f"{stream} {one.total:.4g}, {one.hidden_share:.0%} hidden"
@@ -107,10 +111,10 @@ class _Rank:
     total: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
 
-    def wait(self, stream: str, start: float, end: float) -> None:
-        """Wait for a transfer that lasts from `start` to `end`."""
-        self.total[stream] = self.total.get(stream, 0.0) + end - start
-        exposed = max(end - max(self.now, start), 0.0)
+    def wait(self, stream: str, ready: float, end: float) -> None:
+        """Wait for a transfer that lasts from `ready` to `end`."""
+        self.total[stream] = self.total.get(stream, 0.0) + end - ready
+        exposed = max(end - max(self.now, ready), 0.0)
         self.exposed[stream] = self.exposed.get(stream, 0.0) + exposed
         self.now = max(self.now, end)
 
@@ -187,7 +191,7 @@ class _Simulator:
         elif instr.op is Op.SEND:
             specs = [instr.spec] if instr.spec is not None else []
             start, end = self.transfer((rank, instr.peer), one.now, Kind.SEND, specs, 2)
-            self.arrivals[rank, instr.peer, instr.message] = start, end
+            self.arrivals[rank, instr.peer, instr.message] = one.now, end
             if end > start:
                 self.event(rank, "send", instr, "send", start, end)
         elif instr.op is Op.WAIT and instr.peer >= 0:
@@ -216,7 +220,7 @@ class _Simulator:
         del self.issues[group, number]
         kind, ready = Kind(instr.op.value), max(now for _, now, _ in issued)
         start, end = self.transfer(group, ready, kind, instr.specs, len(instr.group))
-        self.meetings[group, number] = start, end
+        self.meetings[group, number] = ready, end
         if end > start:
             for member, _, its in issued:
                 self.event(member, its.stream, its, COLLECTIVE_LOOKS[its.op], start, end)

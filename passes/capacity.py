@@ -128,9 +128,9 @@ def _inside(routing: _Routing, regions: Regions) -> set[RegionId]:
 
 def _leaks(
     capture: Capture, regions: Regions, mine: set[RegionId]
-) -> list[tuple[RegionId, RegionId]]:
+) -> list[tuple[RegionId, RegionId | str]]:
     """What leaves the forward of expert regions otherwise than by `combine`."""
-    found = {
+    found: dict[tuple[RegionId, RegionId | str], None] = {
         (regions.of[node], regions.of[user]): None
         for node in capture.graph.nodes
         if regions.of.get(node) in mine and node not in regions.is_backward
@@ -138,6 +138,10 @@ def _leaks(
         if user in regions.of and regions.of[user] not in mine and not exchange_of(user)
         if user not in regions.is_backward
     }
+    returned = {o.node for o in capture.outputs} | set(capture.buffers.values())
+    for node in capture.graph.nodes:
+        if node.name in returned and regions.of.get(node) in mine:
+            found[regions.of[node], "an output or a buffer"] = None
     return list(found)
 
 

@@ -103,6 +103,7 @@ class Order:
             name = task_of(node).name
             assert name is not None
             by_mb.setdefault(name.mb, []).append(node)
+        grouped: dict[Node, list[tuple[int, int]]] = {}
         for number, order in enumerate(self._orders):
             groups: list[list[Node]] = []
             for group in order.groups:
@@ -121,7 +122,7 @@ class Order:
                     groups.append(list(dict.fromkeys(found)))
                 if len(group) > 1:
                     for node in found:
-                        node.meta["group"] = (number, len(groups))
+                        grouped.setdefault(node, []).append((number, len(groups)))
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
             faults += _left_out(order, groups, nodes, dag.num_microbatches)
@@ -131,6 +132,9 @@ class Order:
             raise PiperPlanError(
                 join_faults("an order cannot be kept", list(dict.fromkeys(faults)))
             )
+        for node, found_in in grouped.items():
+            if len(found_in) == 1:  # in two orders' groups, a task is in no one's alone
+                node.meta["group"] = found_in[0]
         check_acyclic(dag)
 
 

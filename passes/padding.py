@@ -34,10 +34,11 @@ _KEEPS_ZERO = frozenset(
         *("relu", "silu", "gelu", "tanh", "even_mm"),
     )
 )
-# Zeros where one operand is; the others must be finite, and finite where all are.
-_PRODUCTS = frozenset(
+# A gradient times what is finite of a finite value, though not zero where that is: zeros where the
+# first operand, the gradient, is.
+_BACKWARDS = frozenset(
     (
-        *("mul", "silu_backward", "gelu_backward", "tanh_backward", "sigmoid_backward"),
+        *("silu_backward", "gelu_backward", "tanh_backward", "sigmoid_backward"),
         "threshold_backward",
     )
 )
@@ -64,8 +65,11 @@ def padding_of(node: Node, known: Mapping[Node, Padding]) -> Padding:
         shifts = name in ("add", "sub") and _has_number(node)
         shifts = shifts or (name == "constant_pad_nd" and len(node.args) > 2)
         return max(worst, Padding.FINITE) if shifts else worst
-    if name in _PRODUCTS:
+    if name == "mul":  # zeros where one operand is, since the others are finite
         return min(operands)
+    if name in _BACKWARDS:
+        gradient = node.args[0]
+        return known.get(gradient, Padding.FINITE) if isinstance(gradient, Node) else Padding.ANY
     return Padding.FINITE if name in _FINITE else Padding.ANY
 
 

@@ -71,6 +71,8 @@ class Replicate:
                zero 0   ->  all_reduce([g]) once per bucket, in place
                zero 1   ->  reduce_scatter([g]) once per bucket
                zero 2+  ->  accumulate(reduce_scatter([B.MB0]), reduce_scatter([B.MB1]))
+               experts  ->  the same among the ranks that hold the same ones: whole at level 0,
+                   else a block of each rank's experts
                loss     ->  all_reduce([loss])
     requires:  tasks are placed; each holder has a gradient of its own (tie); a region on several
         ranks is matched by one Replicate; regions that share a parameter agree on how

@@ -26,6 +26,7 @@ from piper_dynamo.ir.graph import (
     collective,
     is_pick,
     producer,
+    results_of,
     safe,
     task_of,
 )
@@ -106,7 +107,8 @@ class Shard:
         experts = self._find(dag, faults)
         if not faults:  # one microbatch stands for all
             alike = {str(one.node.target): one for one in reversed(experts.values())}
-            faults += [fault for one in alike.values() for fault in _check(dag, one, experts)]
+            given = _returned(dag)
+            faults += [f for one in alike.values() for f in _check(dag, one, experts, given)]
         if not faults:
             local = Localizer(dag)
             for one in experts.values():
@@ -144,7 +146,7 @@ class Shard:
         return found
 
 
-def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
+def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[Node]) -> list[str]:
     """What enters and leaves does so by the exchanges, and parameters are experts' matrices."""
     faults = []
     phase = one.node.meta["phase"]
@@ -178,7 +180,22 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert]) -> list[str]:
         outside = [u for u in value.users if _is_other_task(u, experts)]
         if outside and not border_of(value, "unexchange"):
             faults.append(f"{one.where} gives {task_of(outside[0]).name} a value that {COMES_BACK}")
+        if value in returned or any(_is_joined(user) for user in value.users):
+            faults.append(f"{one.where} gives an output or a buffer a value that {COMES_BACK}")
     return faults
+
+
+def _is_joined(user: Node) -> bool:
+    """Whether a task makes an output of all microbatches' values."""
+    task = user.meta.get("task")
+    return task is not None and task.kind is Kind.CONCAT
+
+
+def _returned(dag: Dag) -> set[Node]:
+    """What a step gives back beside gradients: outputs, and new values of buffers."""
+    results = results_of(dag.graph)
+    buffers = results["buffers"].values()
+    return {node for node in (*results["outputs"], *buffers) if isinstance(node, Node)}
 
 
 def _is_other_task(user: Node, experts: dict[Node, _Expert]) -> bool:

@@ -186,7 +186,8 @@ def _different_programs(plan: Plan, comm: Communicator, others: list[str]) -> Pi
         format_error(
             "ranks would run different programs in one step",
             {f"rank {comm.rank}": describe(plan), "others": "\n".join(others)},
-            hint="give every rank the same model, strategy, input shapes and grad mode",
+            hint="give every rank the same model, strategy, options (costs= decides orders), input "
+            "shapes and grad mode",
         )
     )
 

@@ -27,7 +27,8 @@ class Options:
             real.
         costs: What tasks, messages and collectives take: what Orders leave open is filled so that
             the step is short at these costs. With "emulate", where they are needed, in seconds:
-            there, tasks take them, while messages are real.
+            there, tasks take them, while messages are real. Equal on all ranks: what each
+            measures itself must be agreed on first.
         timeout_s: Seconds that any wait for another rank may take.
         outputs: Where the outputs other than the loss come back: on the ranks that own them
             ("owner") or "everywhere".
@@ -69,7 +70,7 @@ class Options:
         """Emulated devices need a model of time."""
         if self.costs is not None and not isinstance(self.costs, Costs):
             raise PiperStrategyError(
-                f"option 'costs' is a {type(self.costs).__name__}; pass a piper.Costs, in seconds"
+                f"option 'costs' is a {type(self.costs).__name__}; pass a piper.Costs"
             )
         if self.compile != "emulate":
             if self.costs is not None and self.strategy is None:

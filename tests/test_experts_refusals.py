@@ -260,3 +260,33 @@ def test_a_region_without_experts_is_refused() -> None:
     )
     with pytest.raises(piper.PiperPlanError, match="no task has the tag 'XP'"):
         piper.plan(Mixture(1), wanted, rows(12, 0), 2)
+
+
+class Returned(Mixture):
+    """Gives away rows that are with their experts."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        with piper.annotate("PP", 0):
+            sent, routing = piper.moe.dispatch(x, (x @ self.gate[0]).topk(2)[1], experts.EXPERTS)
+            with piper.annotate("EP"):
+                out = piper.moe.grouped_mm(sent, self.up[0], routing)
+            mixed = piper.moe.combine(out, routing).sum(1)
+            return mixed.square().mean(), out
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("placement", "capacity"), [(PAIR, None), (PAIR, 2), ({0: [0]}, 2)])
+def test_rows_of_experts_are_no_output(
+    placement: dict[int, list[int]], capacity: int | None, microbatches: int
+) -> None:
+    wanted = piper.Strategy(
+        piper.Split({}, num_microbatches=microbatches),
+        *jobs.places(placement),
+        *([piper.Replicate({"PP": "*"})] if len(placement[0]) > 1 else []),
+        piper.Shard({"EP": "*"}, capacity=capacity),
+        loss=0,
+    )
+    with pytest.raises(
+        piper.PiperPlanError, match=r"an output or a buffer a value that piper\.moe"
+    ):
+        piper.plan(Returned(1), wanted, rows(12, 0), len(placement[0]))

@@ -215,7 +215,7 @@ def test_program_text_tells_any_difference(plans: dict[str, piper.Plan]):
         "grads": program.grads[:-1],
         "buffers": program.buffers[:-1],
         "chunks": program.chunks[:-1],
-        "replicas": ((0, (0, 1)),),
+        "contributors": ((0, (0, 1)),),
         "shards": ((0, (0, 1)),),
         "experts": ((0, (0, 1)),),
         "peak_bytes": program.peak_bytes + 1,

@@ -61,6 +61,7 @@ def template(model: nn.Module, x: torch.Tensor) -> Dag:
     for node in dag.graph.nodes:
         if "task" in node.meta:
             node.meta["task"] = replace(task_of(node), devices=GROUP)
+    dag.makers = dict.fromkeys(dag.makers, (GROUP,))
     return dag
 
 

@@ -25,7 +25,7 @@ def room(capacity: int | float, rows: int, experts: int) -> int:
         experts: Among how many they go.
 
     Returns:
-        At least 1, and no more than there are rows.
+        No more than there are rows, but at least 1.
     """
     if isinstance(capacity, float):
         share = Fraction(written(capacity)) * rows / experts
