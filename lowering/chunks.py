@@ -13,7 +13,7 @@ from typing import Any
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError
-from piper_dynamo.ir.chunk import Chunk, copied, runnable
+from piper_dynamo.ir.chunk import Chunk, copied, function_of, runnable
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.aten import runnable_graph
 
@@ -54,7 +54,7 @@ def compile_chunks(
         if form[0] == "inductor":
             _compiled[form] = _inductor(chunk)
         else:
-            _compiled[form] = runnable(runnable_graph(chunk, form[2])).forward
+            _compiled[form] = function_of(runnable_graph(chunk, form[2]))
         log.info(
             "chunk %s compiled (%s) in %.2f s", chunk.key, form[0], time.perf_counter() - start
         )

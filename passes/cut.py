@@ -175,7 +175,7 @@ def _extract(
     for prefix, sources in (("primals", primals), ("tangents", tangents)):
         for i, source in enumerate(sources):
             node = graph.placeholder(f"{prefix}_{i + 1}")
-            node.meta = {k: v for k, v in source.meta.items() if k in ("val", "tensor_meta")}
+            node.meta = {"val": source.meta["val"]} if "val" in source.meta else {}
             # Made contiguous by its producer after what reads it was traced.
             stale = stale or "piper_border_copy" in source.meta
             values[source] = node

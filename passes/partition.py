@@ -7,15 +7,22 @@ Signature: region joint -> chunks with input and output positions. Regions whose
 share one partition.
 """
 
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields
 
+import torch
 from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo.garbage import collect, young_collector
 from piper_dynamo.ir.alias import drop_dead, is_random
-from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable, structural_key
+from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable, spec_of, structural_key
+from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.passes.cut import RegionGraph
+
+# What is asked of a chunk's nodes; the rest was for the passes before.
+_CHUNK_META = ("val", "constant", "stack_trace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,7 @@ class Partitioner:
 
     def __init__(self, mode: compat.FakeTensorMode) -> None:
         self._mode = mode
+        self._fakes: dict[TensorSpec, torch.Tensor] = {}
         self._known: dict[tuple[str, int, tuple[bool, ...], tuple[bool, ...]], Partition] = {}
 
     def __call__(self, region: RegionGraph, keeps_primal: tuple[bool, ...]) -> Partition:
@@ -67,12 +75,36 @@ class Partitioner:
         """
         key = (structural_key(region.graph), len(region.forward), region.needed_early, keeps_primal)
         if key not in self._known:
-            self._known[key] = self._partition(region, keeps_primal)
+            parts = self._split(region, len(region.forward), keeps_primal)
+            self._known[key] = self._phases(region, keeps_primal, *parts)
+            for graph in parts[:2]:
+                if graph is not None:
+                    compat.drop_graph(graph)
+            self._slim(self._known[key])
         return self._known[key]
 
-    def _partition(self, region: RegionGraph, keeps_primal: tuple[bool, ...]) -> Partition:
+    def _slim(self, partition: Partition) -> None:
+        """Leave what chunks are asked for: they live as long as the plans made of them.
+
+        Nothing asks which of their values share memory by what the fake tensors say, so that one
+        stands for all that look the same: a chunk has many values and few shapes.
+        """
+        phases = (getattr(partition, f.name) for f in fields(partition))
+        for node in (n for p in phases if p is not None for n in p.chunk.graph.nodes):
+            node.meta = {k: node.meta[k] for k in _CHUNK_META if k in node.meta}
+            spec = spec_of(node)
+            if spec is not None:
+                node.meta["val"] = self._fakes.setdefault(spec, node.meta["val"])
+
+    def _phases(
+        self,
+        region: RegionGraph,
+        keeps_primal: tuple[bool, ...],
+        forward: fx.Graph,
+        backward: fx.Graph | None,
+        saved: list[str],
+    ) -> Partition:
         num_forward = len(region.forward)
-        forward, backward, saved = self._split(region, num_forward)
         names = [n.name for n in region.graph.find_nodes(op="placeholder")]
         primal_index = {name: i for i, name in enumerate(names[: len(region.primals)])}
         tangent_index = {name: i for i, name in enumerate(names[len(region.primals) :])}
@@ -113,17 +145,20 @@ class Partitioner:
         )
 
     def _split(
-        self, region: RegionGraph, num_forward: int
+        self, region: RegionGraph, num_forward: int, keeps_primal: tuple[bool, ...]
     ) -> tuple[fx.Graph, fx.Graph | None, list[str]]:
         """Forward graph, backward graph, names of the saved values (forward nodes or primals)."""
         graph = region.graph
         if not region.backward:
             return copied(graph), None, []
+        placeholders = graph.find_nodes(op="placeholder")
+        held = {n for n, stays in zip(placeholders, keeps_primal, strict=False) if stays}
         for node in graph.nodes:
-            _mark(node)
+            _mark(node, held)
         joint = runnable(graph)
-        inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
-        fw, bw = compat.min_cut_partition(joint, inputs, num_forward, self._mode)
+        inputs = [n.meta["val"] for n in placeholders]
+        with young_collector():
+            fw, bw = compat.min_cut_partition(joint, inputs, num_forward, self._mode)
         fw_outputs = fw.graph.find_nodes(op="output")[0].args[0]
         saved_nodes = list(fw_outputs[num_forward:])
         bw_inputs = list(bw.graph.find_nodes(op="placeholder"))
@@ -133,12 +168,22 @@ class Partitioner:
         by_name = {n.name: n for n in backward.find_nodes(op="placeholder")}
         for name, old in zip(saved, bw_inputs[: len(saved)], strict=True):
             by_name[old.name].meta["saved"] = name
+        for done in (joint.graph, bw.graph):
+            compat.drop_graph(done)
+        collect()
         return forward, backward, saved
 
 
-def _mark(node: Node) -> None:
-    """Tell the partitioner what may be recomputed."""
-    if node.meta.get("piper_free"):
+def _mark(node: Node, held: AbstractSet[Node]) -> None:
+    """Tell the partitioner what is recomputed and what may not be.
+
+    Args:
+        node: Of a region's joint graph.
+        held: Its inputs that the rank has in the backward anyway.
+    """
+    # A lookup copies rows, no more: made again it costs what reading the kept rows would.
+    looks_up = node.target is torch.ops.aten.embedding.default
+    if node.meta.get("piper_free") or (looks_up and held >= set(node.all_input_nodes)):
         node.meta["recompute"] = compat.CheckpointPolicy.MUST_RECOMPUTE
     elif is_random(node) or any(is_random(i) for i in node.all_input_nodes):
         # Drawn again, a mask would differ; the seed belongs to the forward chunk.
@@ -187,7 +232,7 @@ def _phase(
     for prefix, members in groups.items():
         for count, (_, node) in enumerate(sorted(members, key=lambda m: m[0])):
             values[node] = new.placeholder(f"{prefix}_{count + 1}")
-            values[node].meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+            values[node].meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
             values[node] = new.node_copy(node, values.__getitem__)

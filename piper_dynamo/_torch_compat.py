@@ -50,6 +50,7 @@ __all__ = [
     "boxed_codegen",
     "compile_with_inductor",
     "default_store",
+    "drop_graph",
     "fake_tracing",
     "fixed_size",
     "graph_break_of",
@@ -145,11 +146,24 @@ def _unused(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("nothing is compiled while capturing")
 
 
+# What tracing says of a node and neither passes nor partitioner ask for: more than the graph is.
+_PROVENANCE = (
+    "from_node",
+    "source_fn_stack",
+    "fwd_source_fn_stack",
+    "fwd_nn_module_stack",
+    "original_aten",
+    "tensor_meta",  # `val` says it
+)
+
+
 def _flat_graph(gm: fx.GraphModule) -> fx.Graph:
     """A plain copy of the graph: raw joints have a pytree calling convention."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(gm.graph, values)
+    for node in graph.nodes:
+        node.meta = {k: v for k, v in node.meta.items() if k not in _PROVENANCE}
     for node in graph.find_nodes(op="get_attr"):
         # Constants (torch.tensor([...]) in forward) travel with their node into every chunk.
         node.meta["constant"] = getattr(gm, str(node.target))
@@ -215,6 +229,13 @@ def min_cut_partition(
         return min_cut_rematerialization_partition(
             joint, inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=[]
         )
+
+
+def drop_graph(graph: fx.Graph) -> None:
+    """Free the nodes of a graph that nobody needs any more: they hold each other, as do names."""
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    graph._graph_namespace._obj_to_name.clear()
 
 
 def default_store() -> Any:

@@ -12,6 +12,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.access import module_of
 from piper_dynamo.backend import graph_break, piper
 from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
+from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.options import Options
 from piper_dynamo.planning import Plan
 from piper_dynamo.step import Session, StandIn, session
@@ -123,6 +124,7 @@ def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
     return torch.compile(model, backend=piper, fullgraph=True, options=chosen)
 
 
+@resting_collector()
 def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the step in a session, first to see the output's structure, then to plan."""
     module = module_of(step)
@@ -170,6 +172,8 @@ def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 raise cause from None
             cause = cause.__cause__
         raise PiperCaptureError(_dynamo_text(error)) from error
+    finally:
+        collect()
 
 
 def _dynamo_text(error: Exception) -> str:

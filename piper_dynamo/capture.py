@@ -15,6 +15,7 @@ from torch.fx.node import Node, map_arg
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.garbage import young_collector
 from piper_dynamo.ir.alias import drop_aliases, root
 from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output
 from piper_dynamo.ir.spec import TensorSpec, user_line
@@ -108,7 +109,8 @@ def trace(
     if training and (not kept or (loss is None and any(map(_is_loss, results)))):
         raise PiperCaptureError(no_loss_message(at_full, paths))
     prepared = _detach_outputs(gm, kept)
-    graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
+    with young_collector():
+        graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
     _burn_numbers(graph, args, fakes)
     _drop_output_copies(graph)
     drop_aliases(graph)

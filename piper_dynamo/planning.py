@@ -4,11 +4,9 @@ One capture serves many strategies: the template (the one-microbatch DAG and its
 what was captured, and another strategy over the same model starts from it.
 """
 
-import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
+from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
-from piper_dynamo.ir.joint import Arg, Capture
+from piper_dynamo.ir.joint import Arg
 from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
 from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
@@ -41,11 +40,11 @@ from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
 from piper_dynamo.passes.gather import Gather
 from piper_dynamo.passes.order import Order, named_halves
-from piper_dynamo.passes.partition import Partition, Partitioner
+from piper_dynamo.passes.partition import Partitioner
 from piper_dynamo.passes.pieces import Cuts
-from piper_dynamo.passes.pipeline import GraphPass, run_passes
+from piper_dynamo.passes.pipeline import GraphPass, run_passes, verify_level
 from piper_dynamo.passes.place import Place, Placement
-from piper_dynamo.passes.regions import Regions, find_regions
+from piper_dynamo.passes.regions import find_regions
 from piper_dynamo.passes.replicate import Replicate, Replication
 from piper_dynamo.passes.shard import Shard, Sharding
 from piper_dynamo.passes.split import Split, batch_dims
@@ -64,12 +63,25 @@ from piper_dynamo.summary import summarize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A captured microbatch, cut and partitioned; every strategy starts from a copy of its DAG."""
+    """A captured microbatch, cut and partitioned; every strategy starts from a copy of its DAG.
 
-    capture: Capture
-    regions: Regions
-    partitions: Mapping[RegionId, Partition]
+    The captured graph is not kept: its chunks say what is computed.
+
+    Attributes:
+        dag: The DAG of one microbatch, with its chunks.
+        args: The captured call's arguments.
+        changed: Positions of the buffers that the call changes.
+        untagged: Forward nodes that carried no tag: user line and the region they joined.
+        halves: For each region, whether it has input-gradient and weight-gradient work.
+        check: Compares a DAG with the captured graph, at level 3 of PIPER_VERIFY; else None.
+    """
+
     dag: Dag
+    args: tuple[Arg, ...]
+    changed: frozenset[int]
+    untagged: tuple[tuple[str, RegionId], ...]
+    halves: dict[str, tuple[bool, bool]]
+    check: Callable[[Dag], None] | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +109,7 @@ class Plan:
         programs: Every rank's program, in rank order.
         dag: The distributed DAG.
         args: The captured call's arguments.
-        capture: The captured graph.
+        changed: Positions of the buffers that a step changes.
         dims: The dim along which each data argument is split, by position.
         untagged: Forward nodes that carried no tag: user line and the region they joined.
         halves: For each region, whether it has input-gradient and weight-gradient work.
@@ -109,7 +121,7 @@ class Plan:
     programs: tuple[RankProgram, ...]
     dag: Dag
     args: tuple[Arg, ...]
-    capture: Capture
+    changed: frozenset[int]
     dims: dict[int, int]
     untagged: tuple[tuple[str, RegionId], ...]
     halves: dict[str, tuple[bool, bool]]
@@ -236,19 +248,7 @@ NUM_PASSES = 9  # of the table in docs/how-it-works.md; the second part needs th
 _templates: dict[tuple[Any, ...], Template] = {}
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Planning makes many objects that live: looking for garbage among them takes long."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collector()
+@resting_collector()
 def template_of(  # noqa: PLR0913
     key: str | None,
     gm: fx.GraphModule,
@@ -278,6 +278,7 @@ def template_of(  # noqa: PLR0913
         cuts: What cuts regions into pieces.
         capacities: What bounds how many rows experts take.
     """
+    checks_values = verify_level() >= 3
     full = (
         key,
         args,
@@ -288,27 +289,37 @@ def template_of(  # noqa: PLR0913
         training,
         cuts,
         capacities,
+        checks_values,
     )
     if key is not None and full in _templates:
         return _templates[full]
     captured = capturing.trace(
         gm, args, numbers, dims, num_microbatches, loss=loss, training=training, paths=paths
     )
+    collect()
     regions = find_regions(captured, cuts)
     set_capacities(captured, regions, capacities)
     graphs = cut(captured, regions)
     kept = {captured.placeholders[a.position] for a in args}
     partitioner = Partitioner(captured.mode)
-    partitions = {
-        region: partitioner(graph, tuple(name in kept for name in graph.primals))
-        for region, graph in graphs.items()
-    }
+    partitions = {}
+    for region, graph in graphs.items():
+        partitions[region] = partitioner(graph, tuple(name in kept for name in graph.primals))
+        compat.drop_graph(graph.graph)
+        collect()
     template = Template(
-        capture=captured,
-        regions=regions,
-        partitions=partitions,
         dag=build(captured, regions, graphs, partitions),
+        args=captured.args,
+        changed=frozenset(captured.buffers),
+        untagged=regions.untagged,
+        halves={
+            str(region): (p.input_grad is not None, p.weight_grad is not None)
+            for region, p in partitions.items()
+        },
+        check=value_checker(captured, regions, dims) if checks_values else None,
     )
+    if template.check is None:
+        compat.drop_graph(captured.graph)
     if key is not None:
         _templates[full] = template
     return template
@@ -402,7 +413,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
         )
 
 
-@_without_collector()
+@resting_collector()
 def make_plan(
     template: Template,
     strategy: Strategy,
@@ -432,12 +443,11 @@ def make_plan(
     split = split_of(strategy)
     orders = strategy.of(OrderDirective)
     dag = replace(template.dag, chunks=dict(template.dag.chunks), orders=[], layouts={}, makers={})
-    check = value_checker(template.capture, template.regions, dims)
     per_microbatch = callable(split.loss)
     first: list[GraphPass] = [
         Split(split.num_microbatches, dims, weight_per_microbatch=per_microbatch)
     ]
-    run_passes(dag, first, check_values=check, total=NUM_PASSES)
+    run_passes(dag, first, check_values=template.check, total=NUM_PASSES)
     placements = [
         Placement(filter=p.filter, devices=tuple(p.devices), label=f"{p!r} at {p.where}")
         for p in strategy.of(PlaceDirective)
@@ -452,28 +462,24 @@ def make_plan(
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),
     ]
-    run_passes(dag, rest, check_values=check, done=len(first), total=NUM_PASSES)
+    run_passes(dag, rest, check_values=template.check, done=len(first), total=NUM_PASSES)
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
-    halves = {
-        str(region): (p.input_grad is not None, p.weight_grad is not None)
-        for region, p in template.partitions.items()
-    }
-    order = schedule(dag, costs, halves)
+    order = schedule(dag, costs, template.halves)
     programs = lower_all(dag, world_size, order, adding=compile_mode == "aten")
     if callable(split.loss):
-        check_weight_inputs(split.loss, programs, template.capture.args)
+        check_weight_inputs(split.loss, programs, template.args)
     verify(programs)
     return Plan(
         strategy=strategy,
         world_size=world_size,
         programs=programs,
         dag=dag,
-        args=template.capture.args,
-        capture=template.capture,
+        args=template.args,
+        changed=template.changed,
         dims=dims,
-        untagged=template.regions.untagged,
-        halves=halves,
+        untagged=template.untagged,
+        halves=template.halves,
         groups=tuple(sorted({task_of(node).devices for node in dag.tasks()})),
     )
 

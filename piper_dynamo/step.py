@@ -325,9 +325,7 @@ class CompiledStep:
                     else None,
                 )
             elif arg.kind is ArgKind.BUFFER and arg.position in holders:
-                state.adopt_buffer(
-                    value, arg.name, ranks, changes=arg.position in plan.capture.buffers
-                )
+                state.adopt_buffer(value, arg.name, ranks, changes=arg.position in plan.changed)
         entry.adopted = state
         return state
 

@@ -250,9 +250,9 @@ def test_what_is_said_to_keep_zeros_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "tanh", "sigmoid", "threshold"])
-def test_what_is_said_to_be_a_product_is(name: str) -> None:
-    """Zeros as the gradient give zeros, whatever the value."""
-    assert f"{name}_backward" in padding._PRODUCTS
+def test_backwards_of_zeros_are_zeros(name: str) -> None:
+    """Zeros as the gradient give zeros, whatever the value; zeros as the value need not."""
+    assert f"{name}_backward" in padding._BACKWARDS
     zeros, value = torch.zeros(3), torch.tensor([-1.0, 0.0, 0.5])
     args = (zeros, value, 0) if name == "threshold" else (zeros, value)
     assert not getattr(torch.ops.aten, f"{name}_backward")(*args).any()

@@ -286,7 +286,5 @@ def test_rows_of_experts_are_no_output(
         piper.Shard({"EP": "*"}, capacity=capacity),
         loss=0,
     )
-    with pytest.raises(
-        piper.PiperPlanError, match=r"an output or a buffer a value that piper\.moe"
-    ):
+    with pytest.raises(piper.PiperPlanError, match="gives an output or a buffer a value that"):
         piper.plan(Returned(1), wanted, rows(12, 0), len(placement[0]))

@@ -6,6 +6,7 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -340,6 +341,27 @@ def test_a_rank_takes_only_what_it_needs(plans: dict[str, Plan]):
     assert held == [{"w.0", "w.1"}, {"w.2", "w.3"}]
     assert data == [{"x"}, {"y"}]
     assert [program.weights for program in plan.programs] == [(), ("weight",)]
+
+
+def test_what_was_captured_is_freed(monkeypatch: pytest.MonkeyPatch):
+    """Only level 3 compares with it later."""
+    found: list[Any] = []
+    trace = planning.capturing.trace
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        found.append(trace(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(planning.capturing, "trace", traced)
+    model, placement, schedule, microbatches = CASES["zbv"]
+    for level in ("1", "3"):
+        monkeypatch.setattr(planning, "_templates", {})
+        monkeypatch.setenv("PIPER_VERIFY", level)
+        torch._dynamo.reset()
+        piper.plan(model(), jobs.strategy(placement, microbatches, schedule), rows(8))
+    plain, compared = (len(one.graph.nodes) for one in found)
+    assert plain == 0
+    assert compared > 0
 
 
 def test_two_builds_are_one_plan(plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch):

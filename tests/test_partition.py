@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import piper_dynamo as piper
-from piper_dynamo.ir.chunk import Chunk, make_chunk
+from piper_dynamo.ir.chunk import Chunk, make_chunk, spec_of
 from piper_dynamo.passes.partition import Partition
 from tests.models import fill, xin
 from tests.tracing import Stages, capture, same_as_eager
@@ -262,6 +262,59 @@ def test_bundles_hold_nothing_twice(layers: tuple[Layers, Stages]):
     for partition in stages.partitions.values():
         kept = bundle(partition.forward.chunk)
         assert len(set(kept)) == len(kept)
+
+
+def kept_bytes(chunk: Chunk) -> int:
+    """Of the bundle's own memory."""
+    outputs = enumerate(zip(chunk.shares, chunk.outputs, strict=True))
+    return sum(
+        spec.nbytes
+        for i, (share, spec) in outputs
+        if i >= chunk.num_results and share == -1 - i and spec is not None
+    )
+
+
+def test_a_llama_block_keeps_only_what_a_product_makes():
+    """And what it was given: all else is one cheap operator away."""
+    chunk = body(built("llama")[1]).forward.chunk
+    keys = DIM * KV_HEADS // HEADS
+    products = DIM + 2 * keys + DIM + DIM + 24 + 24  # q, k, v, attention, out, gate, up
+    statistics = 2 + HEADS  # of both norms, and of the attention
+    assert kept_bytes(chunk) == 2 * TOKENS * (products + statistics) * 8
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.w = parameter(6, DIM), parameter(DIM, DIM, key=1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = torch.tanh(F.embedding(tokens, self.table) @ self.w)
+        with piper.annotate("PP", 1):
+            return h.square().mean()
+
+
+def test_a_lookup_is_made_again():
+    model, batch = Lookup(), (torch.arange(6).view(2, 3),)
+    stages = capture(model, batch).build()
+    partition = stages.partitions[stages.region("PP0")]
+    assert [str(n.target) for n in bundle(partition.forward.chunk)] == ["aten.tanh.default"]
+    again = [n.target for n in partition.backward.chunk.graph.nodes]
+    assert torch.ops.aten.embedding.default in again
+    same_as_eager(stages.dag, model, batch)
+
+
+def test_chunks_say_of_their_nodes_what_is_asked(layers: tuple[Layers, Stages]):
+    _, stages = layers
+    for partition in stages.partitions.values():
+        for phase in (partition.forward, partition.backward):
+            values: dict[Any, Tensor] = {}
+            for node in phase.chunk.graph.nodes if phase is not None else ():
+                assert set(node.meta) <= {"val", "stack_trace", "constant"}
+                spec = spec_of(node)
+                if spec is not None:  # a fake tensor for each form, not for each node
+                    assert values.setdefault(spec, node.meta["val"]) is node.meta["val"]
 
 
 def test_equal_layers_are_one_chunk():

@@ -5,7 +5,9 @@ hold dies at its last use.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -80,10 +82,19 @@ def _shares(nodes: list[Node], outputs: Any) -> tuple[int, ...]:
 
 def runnable(graph: fx.Graph) -> fx.GraphModule:
     """A module that runs a graph, with the constants its nodes carry."""
+    return fx.GraphModule(_owner_of_constants(graph), graph)
+
+
+def _owner_of_constants(graph: fx.Graph) -> torch.nn.Module:
     owner = torch.nn.Module()
     for node in graph.find_nodes(op="get_attr"):
         setattr(owner, str(node.target), node.meta["constant"])
-    return fx.GraphModule(owner, graph)
+    return owner
+
+
+def function_of(graph: fx.Graph) -> Callable[..., Any]:
+    """What `runnable(graph)` runs; unlike the module it does not hold the graph."""
+    return MethodType(type(runnable(graph)).forward, _owner_of_constants(graph))
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -1,0 +1,75 @@
+"""When garbage is collected while a step is captured and planned.
+
+Tracing and planning make many objects, and leave many that refer to one another in circles. To look
+for garbage all the time takes long; not to look at all heaps up what every stage leaves, and Python
+seldom gives such memory back. So the collector rests, and each stage calls it when it ends. Graphs
+are taken apart where they are no longer needed (`_torch_compat.drop_graph`).
+"""
+
+import gc
+import linecache
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# So many new objects between two looks within a stage; one look goes through no others.
+OFTEN = 20_000
+NEVER = 1_000_000
+
+
+class _Resting:
+    """How many blocks are in force, in all threads, and whether the collector ran before them."""
+
+    lock = threading.Lock()
+    blocks = 0
+    ran_before = False
+
+
+@contextmanager
+def resting_collector() -> Iterator[None]:
+    """No collection inside, but where `collect` and `young_collector` ask for it."""
+    with _Resting.lock:
+        if not _Resting.blocks:
+            _Resting.ran_before = gc.isenabled()
+            gc.disable()
+        _Resting.blocks += 1
+    try:
+        yield
+    finally:
+        with _Resting.lock:
+            _Resting.blocks -= 1
+            ends = not _Resting.blocks and _Resting.ran_before
+        if ends:
+            collect()
+            gc.enable()
+
+
+@contextmanager
+def young_collector() -> Iterator[None]:
+    """Within a stage that makes much more than it leaves: look at new objects now and then."""
+    if gc.isenabled() or not _Resting.ran_before:
+        yield
+        return
+    before = gc.get_threshold()
+    gc.set_threshold(OFTEN, NEVER, NEVER)
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        with _Resting.lock:
+            if _Resting.blocks:
+                gc.disable()
+
+
+def collect() -> None:
+    """End a stage: free what it made in circles, and the source lines that its traces quote.
+
+    Only objects made since the last stage are looked at, so that many stages take what one does.
+    """
+    gc.collect(1)
+    for name, entry in list(linecache.cache.items()):
+        # A file's lines are read again when they are asked for; other lines have no file.
+        if len(entry) > 1 and entry[1] is not None and os.path.isfile(entry[3]):
+            del linecache.cache[name]

@@ -1,0 +1,84 @@
+"""Garbage: the collector rests while a step is planned, and is as it was afterwards."""
+
+import gc
+import linecache
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from torch import fx
+
+import piper_dynamo
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo.garbage import collect, resting_collector, young_collector
+
+
+class Ring:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    enabled, threshold = gc.isenabled(), gc.get_threshold()
+    gc.enable()
+    yield
+    assert gc.get_threshold() == threshold
+    (gc.enable if enabled else gc.disable)()
+
+
+def test_it_rests_and_is_back():
+    with resting_collector():
+        assert not gc.isenabled()
+        with resting_collector():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_it_is_back_after_a_failure():
+    with pytest.raises(ValueError, match="planned"), resting_collector(), young_collector():
+        raise ValueError("planned")
+    assert gc.isenabled()
+
+
+def test_young_objects_are_looked_at_within_a_stage():
+    with resting_collector(), young_collector():
+        assert gc.isenabled()
+        ring = weakref.ref(Ring())
+        kept = [[] for _ in range(30_000)]
+        assert ring() is None
+        assert kept
+
+
+@pytest.mark.parametrize("block", [resting_collector, young_collector])
+def test_one_that_the_user_stopped_stays_stopped(block):
+    gc.disable()
+    with block(), young_collector():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+
+
+def test_a_stage_leaves_neither_rings_nor_source_lines():
+    with resting_collector():
+        ring = weakref.ref(Ring())
+        linecache.cache["<emitted>"] = (3, None, ["a\n"], "<emitted>")
+        linecache.cache["<cell>"] = (3, 1.0, ["b\n"], "<cell>")
+        assert linecache.getline(piper_dynamo.__file__, 1)
+        collect()
+        assert ring() is None
+        assert piper_dynamo.__file__ not in linecache.cache
+        # What has no file could not be read again.
+        assert linecache.cache.pop("<emitted>")
+        assert linecache.cache.pop("<cell>")
+
+
+def test_a_dropped_graph_is_gone_at_once():
+    graph = fx.Graph()
+    node = weakref.ref(graph.call_function(len, (graph.placeholder("x"),)))
+    gc.disable()
+    assert node() is not None
+    compat.drop_graph(graph)
+    assert node() is None
