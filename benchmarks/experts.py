@@ -29,8 +29,8 @@ from benchmarks.report import Row
 from piper_dynamo.timeline import Timeline, plot_timeline
 
 SETS = {
-    "real": Job(ranks=1, mbit=700.0),
-    "emulated": Job(ranks=2, mbit=1000.0, unit_s=0.04, tokens=128, dim=1024, hidden=32, top_k=4),
+    "real": Job(ranks=1, mbit=900.0, dense=1024),
+    "emulated": Job(ranks=2, mbit=1000.0, unit_s=0.04, tokens=48, dim=1024, hidden=32, top_k=4),
 }
 EXPOSED_BAR = 0.4  # of what the same order exposes without interleaving
 # How much faster than what, at least.

@@ -31,6 +31,7 @@ class Job:
         mbit: What a rank's link carries, in 10^6 bits per second.
         unit_s: On emulated devices: forward, input gradient and weight gradient of a rank's whole
             share of a microbatch, each. None: chunks compute.
+        dense: Hidden width of the dense part of each layer, which every rank has; 0: none.
     """
 
     ranks: int
@@ -41,6 +42,7 @@ class Job:
     tokens: int = 512
     dim: int = 512
     hidden: int = 512
+    dense: int = 0
     experts: int = 8
     top_k: int = 2
 
@@ -51,7 +53,7 @@ class Job:
 
 
 class Mixture(nn.Module):
-    """Residual layers of experts behind a gate; each layer is in one stage."""
+    """Residual layers of a dense part and of experts behind a gate; each is in one stage."""
 
     def __init__(self, job: Job, stages: int) -> None:
         super().__init__()
@@ -59,6 +61,10 @@ class Mixture(nn.Module):
         self.stage_of = [k * stages // job.layers for k in range(job.layers)]
         self.experts, self.top_k = job.experts, job.top_k
         self.scale = nn.Parameter(torch.ones(job.dim))  # so that the first layer's input has a use
+        sizes = [(job.dim, job.dense), (job.dense, job.dim)] if job.dense else []
+        self.dense = nn.ModuleList(
+            nn.ParameterList(_weight(*size) for size in sizes) for _ in self.stage_of
+        )
         self.gate = nn.ParameterList(_weight(job.dim, job.experts) for _ in self.stage_of)
         self.up = nn.ParameterList(_weight(job.experts, job.dim, job.hidden) for _ in self.stage_of)
         self.down = nn.ParameterList(
@@ -71,6 +77,10 @@ class Mixture(nn.Module):
             x_TD = x_TD * self.scale
         for layer, stage in enumerate(self.stage_of):
             with piper.annotate("PP", stage):
+                part: Any = self.dense[layer]
+                if len(part):
+                    first, second = part
+                    x_TD = x_TD + (x_TD @ first).relu() @ second
                 weights_TK, index_TK = (x_TD @ self.gate[layer]).softmax(-1).topk(self.top_k)
                 rows, routing = piper.moe.dispatch(x_TD, index_TK, self.experts)
                 with piper.annotate("EP"):

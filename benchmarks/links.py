@@ -57,7 +57,7 @@ class Links:
         _ip("link", "add", NAME, "type", "bridge")
         _ip("link", "set", NAME, "up")
         for rank in range(self.ranks):
-            space, outside = f"{NAME}{rank}", f"{NAME[:8]}v{rank}"
+            space, outside = f"{NAME}{rank}", _outside(rank)
             _ip("netns", "add", space)
             _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
             _ip("link", "set", outside, "master", NAME, "up")
@@ -107,9 +107,16 @@ def _address(rank: int) -> str:
     return f"10.77.0.{rank + 1}"
 
 
+def _outside(rank: int) -> str:
+    """The end of a rank's link at the bridge; interfaces have names of up to 15 letters."""
+    return f"{NAME[:8]}v{rank}"
+
+
 def _remove(ranks: int) -> None:
     """Also what an earlier run that was killed has left."""
     for rank in range(ranks):
+        # A namespace lives as long as a process in it, and so would its link.
+        _ip("link", "del", _outside(rank), may_fail=True)
         _ip("netns", "del", f"{NAME}{rank}", may_fail=True)
     _ip("link", "del", NAME, may_fail=True)
 
