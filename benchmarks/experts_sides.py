@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from benchmarks.links import exposed_s
 from benchmarks.sides import torch_schedule
 from piper_dynamo.ir.task import TaskName
 from piper_dynamo.runtime.executor import sleep_until
 from piper_dynamo.strategies import placement
+from piper_dynamo.timeline import Timeline
 
 EXPERT_RANKS = 2
 
@@ -50,6 +52,16 @@ class Job:
     def world(self) -> int:
         """Processes."""
         return self.ranks * EXPERT_RANKS
+
+    def strategy(self, schedule: str) -> piper.Strategy:
+        """Piper's: replicas of each pipeline rank share the experts."""
+        return piper.strategies.pipeline(
+            schedule,
+            ranks=self.ranks,
+            num_microbatches=self.microbatches,
+            replicas=EXPERT_RANKS,
+            expert_ranks=EXPERT_RANKS,
+        )
 
 
 class Mixture(nn.Module):
@@ -113,13 +125,7 @@ class PiperMixture:
 
     def __init__(self, job: Job, schedule: str, *, interleaved: bool = True) -> None:
         stages = len(placement(schedule, job.ranks))
-        strategy = piper.strategies.pipeline(
-            schedule,
-            ranks=job.ranks,
-            num_microbatches=job.microbatches,
-            replicas=EXPERT_RANKS,
-            expert_ranks=EXPERT_RANKS,
-        )
+        strategy = job.strategy(schedule)
         options: dict[str, Any] = {}
         if job.unit_s is not None:
             options = {"compile": "emulate", "costs": costs_of(job, stages)}
@@ -138,19 +144,14 @@ class PiperMixture:
 
     def exposed_s(self) -> float:
         """Seconds that a rank waits for exchanges in a step; the mean over ranks."""
-        with piper.record(self.step) as timeline:
-            self()
-        exchanges = {e.name for e in timeline.events if e.kind == "exchange"}
-        waits = [e for e in timeline.events if e.kind == "wait" and e.name in exchanges]
-        total = torch.tensor(sum(e.duration_s for e in waits), dtype=torch.float64)
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        return exposed_s(self.timeline(), ("exchange",))
 
-    def timeline(self) -> Any:
+    def timeline(self) -> Timeline:
         """One measured step of this rank."""
         with piper.record(self.step) as timeline:
             self()
-        return timeline
+        found: Timeline = timeline
+        return found
 
 
 def costs_of(job: Job, stages: int) -> piper.Costs:

@@ -10,13 +10,15 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from piper_dynamo.timeline import Timeline
 
 NAME = "piperbench"
 CLONE_NEWNET = 0x40000000  # sched.h
@@ -80,6 +82,18 @@ class Links:
                 _body, args=(self.ranks, fn, found), nprocs=self.ranks, start_method="spawn"
             )
             return [found[rank] for rank in range(self.ranks)]
+
+
+def exposed_s(timeline: Timeline, kinds: Collection[str]) -> float:
+    """Seconds that a rank waits for collectives of these kinds in a step; the mean over ranks.
+
+    Every rank calls this with its own measured step. The loss's reduction does not count.
+    """
+    moved = {e.name for e in timeline.events if e.kind in kinds and e.name != "loss"}
+    waits = [e for e in timeline.events if e.kind == "wait" and e.name in moved]
+    total = torch.tensor(sum(e.duration_s for e in waits), dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def _body(rank: int, ranks: int, fn: Callable[[], Any], found: Any) -> None:

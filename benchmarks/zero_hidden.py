@@ -10,11 +10,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-
 import piper_dynamo as piper
-from benchmarks.links import Links, missing
+from benchmarks.links import Links, exposed_s, missing
 from benchmarks.report import Row
 from benchmarks.zero_sides import Job
 from piper_dynamo.train.model import build
@@ -22,7 +19,7 @@ from piper_dynamo.train.model import build
 MBIT = 1000.0
 PASS_S = 0.2  # forward, input gradient and weight gradient of a microbatch, each
 BAR = 0.80
-STREAMS = ("reduce", "gather")
+STREAMS = ("reduce", "gather")  # and so are the kinds of their collectives called
 
 
 def _measure(job: Job, zero: int, steps: int) -> tuple[list[float], float]:
@@ -41,12 +38,9 @@ def _measure(job: Job, zero: int, steps: int) -> tuple[list[float], float]:
             step(*batch).backward()
         for parameter in piper.parameters(step):
             parameter.grad = None
-        moved = {e.name for e in timeline.events if e.kind in STREAMS and e.name != "loss"}
-        waits = [e for e in timeline.events if e.kind == "wait" and e.name in moved]
-        exposed = torch.tensor(sum(e.duration_s for e in waits), dtype=torch.float64)
-        dist.all_reduce(exposed)
+        exposed = exposed_s(timeline, STREAMS)
         if number >= 2:
-            shares.append(1 - float(exposed) / dist.get_world_size() / total_s)
+            shares.append(1 - exposed / total_s)
     return shares, 1 - sum(one.exposed for one in found) / total_s
 
 

@@ -9,10 +9,8 @@ Signature: a rank's instructions -> the same, some reductions later.
 
 from bisect import bisect_right
 
-from piper_dynamo.ir.program import REDUCTIONS, Instr, Op
+from piper_dynamo.ir.program import REDUCTIONS, ROW_EXCHANGES, Instr, Op
 from piper_dynamo.lowering.lower import Draft
-
-_EXCHANGES = (Op.EXCHANGE, Op.UNEXCHANGE)
 
 
 def keep_apart(draft: Draft) -> None:
@@ -57,7 +55,7 @@ def _quiet_runs(instrs: list[Instr]) -> tuple[list[int], list[int]]:
     since: list[int] = []
     ended = 0
     for at, instr in enumerate(instrs):
-        if instr.op in _EXCHANGES:
+        if instr.op in ROW_EXCHANGES:
             travelling.add(instr.outputs[0])
         elif instr.op is Op.WAIT and instr.inputs[0] in travelling:
             travelling.discard(instr.inputs[0])
@@ -75,7 +73,7 @@ def _crowded(instrs: list[Instr]) -> set[int]:
     waiting: list[int] = []  # reductions since the last chunk
     found: set[int] = set()
     for at, instr in enumerate(instrs):
-        if instr.op in _EXCHANGES:
+        if instr.op in ROW_EXCHANGES:
             travelling.add(instr.outputs[0])
             found.update(waiting)
         elif instr.op is Op.WAIT:

@@ -147,7 +147,8 @@ def _leaks(
 
 def _check(capture: Capture, regions: Regions, routing: _Routing, wanted: Capacity) -> list[str]:
     faults = []
-    for region in sorted(_inside(routing, regions), key=str):
+    inside = _inside(routing, regions)
+    for region in sorted(inside, key=str):
         if not wanted.filter.matches(dict(region.tags)):
             faults.append(
                 f"{region} ({regions.where.get(region, 'no source line')}) works on rows that "
@@ -155,7 +156,6 @@ def _check(capture: Capture, regions: Regions, routing: _Routing, wanted: Capaci
                 "  hint  let only the expert region use what piper.moe.dispatch sends, and only "
                 "piper.moe.combine what comes back"
             )
-    inside = _inside(routing, regions)
     mine = {region for region in inside if wanted.filter.matches(dict(region.tags))}
     faults += [
         f"{region} ({regions.where.get(region, 'no source line')}) gives {other} a value that "

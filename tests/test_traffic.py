@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import piper_dynamo as piper
+from benchmarks.experts_sides import one_by_one
 from piper_dynamo import planning
 from piper_dynamo.ir.program import REDUCTIONS, Instr, Op
 from piper_dynamo.lowering.apart import keep_apart
@@ -14,17 +15,6 @@ from tests.models import Stack4, rows
 
 MICROBATCHES = 8
 REPLICATED_V = {0: [0, 1], 1: [2, 3], 2: [2, 3], 3: [0, 1]}
-
-
-def one_by_one(strategy: piper.Strategy) -> piper.Strategy:
-    """The same order, in which tasks of one group do not interleave: as they are listed."""
-    directives = [
-        piper.Order([[task] for group in d.groups for task in group])
-        if isinstance(d, piper.Order)
-        else d
-        for d in strategy.directives
-    ]
-    return piper.Strategy(*directives, mesh=strategy.mesh)
 
 
 def mixture(strategy: piper.Strategy, world: int) -> piper.Plan:

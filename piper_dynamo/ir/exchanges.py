@@ -12,7 +12,7 @@ of a group agree on the rows of an even exchange is a part of the proof of colle
 
 from collections.abc import Sequence
 
-from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.program import ROW_EXCHANGES, Instr, Op, RankProgram
 from piper_dynamo.ir.task import RegionId, TaskName
 
 
@@ -40,7 +40,7 @@ def _check_rank(program: RankProgram) -> list[str]:
             rows, size = instr.specs[0].shape[0], len(instr.group)
             if rows % size:
                 faults.append(f"{at}: {rows} rows cannot go evenly to {size} ranks")
-        elif instr.op in (Op.EXCHANGE, Op.UNEXCHANGE):
+        elif instr.op in ROW_EXCHANGES:
             by = splits.get(instr.inputs[-1])
             if by is None:
                 faults.append(f"{at}: {instr.inputs[-1]!r} does not say how many rows go and come")
@@ -59,7 +59,7 @@ def _check_rank(program: RankProgram) -> list[str]:
 
 
 def _is_even(instr: Instr) -> bool:
-    return instr.op in (Op.EXCHANGE, Op.UNEXCHANGE) and len(instr.inputs) == 1
+    return instr.op in ROW_EXCHANGES and len(instr.inputs) == 1
 
 
 def _check_ways(program: RankProgram) -> list[str]:

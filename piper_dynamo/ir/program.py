@@ -43,7 +43,8 @@ class Op(StrEnum):
     UNEXCHANGE = "unexchange"  # start to send rows back -> handle
 
 
-EXCHANGES = frozenset({Op.EXCHANGE_COUNTS, Op.EXCHANGE, Op.UNEXCHANGE})
+ROW_EXCHANGES = frozenset({Op.EXCHANGE, Op.UNEXCHANGE})
+EXCHANGES = ROW_EXCHANGES | {Op.EXCHANGE_COUNTS}
 COLLECTIVES = EXCHANGES | {Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL}
 REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER})
 Group = tuple[str, tuple[int, ...]]  # a communicator: a stream, and the ranks on it
