@@ -50,10 +50,10 @@ class Mixture(nn.Module):
         return piper.moe.combine(out, routing, weights)
 
 
-def case(**options: Any) -> Case:
-    """The model with these options; every call of `build` gives equal values."""
+def case(num_rows: int = 24, **options: Any) -> Case:
+    """The model with these options on so many rows; every call of `build` gives equal values."""
     return Case(
-        build=lambda stages: Mixture(stages, **options), batch=lambda step: rows(24, 2 * step)
+        build=lambda stages: Mixture(stages, **options), batch=lambda step: rows(num_rows, 2 * step)
     )
 
 

@@ -19,6 +19,7 @@ from tests.models import fill, rows
 from tests.replicas import LINE, PAIR
 
 QUAD = {0: [0, 1, 2, 3]}
+SPREAD = (0.0,) * EXPERTS
 LONE = (9.0, 0.0, -9.0, -9.0)  # the first two experts get all tokens
 
 
@@ -166,9 +167,9 @@ def test_one_stage(schedule: str, zero: int, top: int) -> None:
     ("schedule", "zero", "top", "shift"),
     [
         ("one_f_one_b", 0, 2, LONE),
-        ("one_f_one_b", 3, 1, (0.0,) * 4),
+        ("one_f_one_b", 3, 1, SPREAD),
         ("zb_h1", 1, 2, LONE),
-        ("zbv", 0, 2, (0.0,) * 4),
+        ("zbv", 0, 2, SPREAD),
         ("dualpipev", 3, 2, LONE),
         ("dualpipe", 3, 2, LONE),
     ],
@@ -183,7 +184,7 @@ def test_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...])
 @pytest.mark.parametrize("top", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zbv", "dualpipev", "dualpipe"])
-@pytest.mark.parametrize("shift", [(0.0,) * 4, LONE], ids=["spread", "lone"])
+@pytest.mark.parametrize("shift", [SPREAD, LONE], ids=["spread", "lone"])
 def test_sweep_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...]) -> None:
     placement, microbatches = replicas.SCHEDULES[schedule]
     wanted = experts.strategy(placement, microbatches, schedule, zero=zero)
@@ -193,6 +194,21 @@ def test_sweep_pipelines(schedule: str, zero: int, top: int, shift: tuple[float,
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_four_ranks_share_the_experts(zero: int) -> None:
     experts.check(experts.strategy(QUAD, 2, "gpipe", zero=zero), QUAD, zero=zero, shift=LONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zbv", "dualpipev", "dualpipe"])
+@pytest.mark.parametrize("shift", [SPREAD, LONE], ids=["spread", "lone"])
+def test_sweep_pipelines_whose_stages_are_on_four_ranks(
+    schedule: str, zero: int, top: int, shift: tuple[float, ...]
+) -> None:
+    """An expert a rank: ranks without any row, and experts' blocks of a single matrix."""
+    placement, microbatches = replicas.SCHEDULES[schedule]
+    wide = {stage: [r * 2 + i for r in ranks for i in (0, 1)] for stage, ranks in placement.items()}
+    wanted = experts.strategy(wide, microbatches, schedule, zero=zero)
+    experts.check(wanted, wide, num_rows=48, zero=zero, top=top, shift=shift)
 
 
 def test_copies_of_experts_are_summed_over_their_holders() -> None:
