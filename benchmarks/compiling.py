@@ -1,5 +1,8 @@
 """Compile time: equal layers are compiled once, however many there are.
 
+Inductor's time is held to a bar. Before it come capturing and planning, which torch's tracing makes
+linear in the layers; the rows give both, and their sum.
+
 Each measurement has a process and an inductor cache of its own. Before the clock starts, one small
 function is compiled: what inductor does once per cache (its header, its workers) is not the model.
 """
@@ -61,14 +64,16 @@ def run() -> Iterator[Row]:
     for by_layer in (True, False):
         few_plan, few_compile, few_chunks = _cold(FEW, by_layer=by_layer)
         many_plan, many_compile, many_chunks = _cold(MANY, by_layer=by_layer)
-        few, many = few_plan + few_compile, many_plan + many_compile
+        ratio = many_compile / few_compile
+        whole = (many_plan + many_compile) / (few_plan + few_compile)
         yield Row(
             section="inductor",
             what=f"{MANY} layers against {FEW}, {'tagged' if by_layer else 'not tagged'} by layer",
-            figures=f"{many:.1f} s ({many_chunks} chunks) against {few:.1f} s ({few_chunks}): "
-            f"ratio {many / few:.2f} (planning {many_plan:.1f} s against {few_plan:.1f} s)",
+            figures=f"{many_compile:.1f} s ({many_chunks} chunks) against {few_compile:.1f} s "
+            f"({few_chunks}): ratio {ratio:.2f} (and to capture and plan {many_plan:.1f} s against "
+            f"{few_plan:.1f} s: {whole:.2f} together)",
             bar=f"<= {BAR} x",
-            held=many / few <= BAR,
+            held=ratio <= BAR,
             data={
                 "few": {"plan_s": few_plan, "compile_s": few_compile, "chunks": few_chunks},
                 "many": {"plan_s": many_plan, "compile_s": many_compile, "chunks": many_chunks},

@@ -7,6 +7,7 @@ Signature: number of ranks, rate -> a context in which functions run once per ra
 """
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -55,7 +56,15 @@ class Links:
         return self.mbit * 1e6 / 8
 
     def __enter__(self) -> "Links":
-        _remove(self.ranks)
+        _remove()
+        try:
+            self._make()
+        except BaseException:
+            _remove()
+            raise
+        return self
+
+    def _make(self) -> None:
         _ip("link", "add", NAME, "type", "bridge")
         _ip("link", "set", NAME, "up")
         for rank in range(self.ranks):
@@ -68,10 +77,9 @@ class Links:
             _ip("-n", space, "link", "set", "eth0", "up")
             shape = ("root", "tbf", "rate", f"{self.mbit}mbit", "burst", BURST, "limit", LIMIT)
             _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", *shape)
-        return self
 
     def __exit__(self, *_: object) -> None:
-        _remove(self.ranks)
+        _remove()
 
     def run(self, fn: Callable[[], Any]) -> list[Any]:
         """What `fn()` returns on each rank, called with the process group (gloo) ready."""
@@ -126,20 +134,23 @@ def _outside(rank: int) -> str:
     return f"{NAME[:8]}v{rank}"
 
 
-def _remove(ranks: int) -> None:
-    """Also what an earlier run that was killed has left."""
-    for rank in range(ranks):
+def _remove() -> None:
+    """All that is there, also what an earlier run that was killed has left."""
+    spaces = json.loads(_ip("-json", "netns", "list") or "[]")
+    for space in (entry["name"] for entry in spaces if entry["name"].startswith(NAME)):
         # A namespace lives as long as a process in it, and so would its link.
-        _ip("link", "del", _outside(rank), may_fail=True)
-        _ip("netns", "del", f"{NAME}{rank}", may_fail=True)
+        _ip("link", "del", _outside(int(space.removeprefix(NAME))), may_fail=True)
+        _ip("netns", "del", space, may_fail=True)
     _ip("link", "del", NAME, may_fail=True)
 
 
-def _ip(*arguments: str, may_fail: bool = False) -> None:
-    _call("ip", *arguments, may_fail=may_fail)
+def _ip(*arguments: str, may_fail: bool = False) -> str:
+    return _call("ip", *arguments, may_fail=may_fail)
 
 
-def _call(*command: str, may_fail: bool = False) -> None:
+def _call(*command: str, may_fail: bool = False) -> str:
+    """What a command prints."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and not may_fail:
         raise click.ClickException(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

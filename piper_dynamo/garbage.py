@@ -9,6 +9,7 @@ are taken apart where they are no longer needed (`_torch_compat.drop_graph`).
 import gc
 import linecache
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 # So many new objects between two looks within a stage; one look goes through no others.
 OFTEN = 20_000
 NEVER = 1_000_000
+# From Python 3.14 on, `gc.collect(1)` does a part of a collection, not all of the young objects.
+_YOUNG = 1 if sys.version_info < (3, 14) else 2
 
 
 class _Resting:
@@ -40,9 +43,10 @@ def resting_collector() -> Iterator[None]:
         with _Resting.lock:
             _Resting.blocks -= 1
             ends = not _Resting.blocks and _Resting.ran_before
+            if ends:
+                gc.enable()  # under the lock: the next block must see that it runs
         if ends:
             collect()
-            gc.enable()
 
 
 @contextmanager
@@ -66,9 +70,10 @@ def young_collector() -> Iterator[None]:
 def collect() -> None:
     """End a stage: free what it made in circles, and the source lines that its traces quote.
 
-    Only objects made since the last stage are looked at, so that many stages take what one does.
+    Only objects made since the last stage are looked at (before Python 3.14), so that many stages
+    take what one does.
     """
-    gc.collect(1)
+    gc.collect(_YOUNG)
     for name, entry in list(linecache.cache.items()):
         # A file's lines are read again when they are asked for; other lines have no file.
         if len(entry) > 1 and entry[1] is not None and os.path.isfile(entry[3]):

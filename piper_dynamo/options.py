@@ -28,7 +28,8 @@ class Options:
         costs: What tasks, messages and collectives take: what Orders leave open is filled so that
             the step is short at these costs. With "emulate", where they are needed, in seconds:
             there, tasks take them, while messages are real. Equal on all ranks: what each
-            measures itself must be agreed on first.
+            measures itself must be agreed on first. Costs without `comm` and `bandwidth` say that
+            links take no time, so nothing is put beside exchanges of rows.
         timeout_s: Seconds that any wait for another rank may take.
         outputs: Where the outputs other than the loss come back: on the ranks that own them
             ("owner") or "everywhere".
