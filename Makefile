@@ -7,6 +7,9 @@
 VENV := .venv
 STAMP := $(VENV)/.installed
 INSTALL := -c constraints.txt -e '.[test]'
+# The files of tests are shared out over so many processes; JOBS=0 runs all in one.
+JOBS ?= 2
+SHARED_OUT := -n $(JOBS) --dist loadfile
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 
 ifdef PYTHON
@@ -58,7 +61,7 @@ train: $(READY)
 	@$(PY) -m piper_dynamo train --out $(OUT) $(ARGS)
 
 test: lint
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest -m "not slow" $(SHARED_OUT) $(ARGS)
 
 # Another torch than the tested one, in an environment of its own: make test-torch TORCH=2.11.0
 TORCH_VENV = .venv-torch-$(TORCH)
@@ -67,10 +70,10 @@ test-torch:
 	@test -n "$(TORCH)" || { echo "name a version: make test-torch TORCH=2.11.0"; exit 2; }
 	@$(MAKE) --no-print-directory env PYTHON= VENV=$(TORCH_VENV) \
 		INSTALL="'torch==$(TORCH)' -e '.[test]'"
-	$(TORCH_VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest -m "not slow" $(SHARED_OUT) $(ARGS)
 
 test-slow: $(READY)
-	$(PY) -m pytest -m slow $(ARGS)
+	$(PY) -m pytest -m slow $(SHARED_OUT) $(ARGS)
 
 bench-pipeline: $(READY)
 	$(PY) -m benchmarks.pipeline $(ARGS)

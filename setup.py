@@ -54,6 +54,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "setuptools",  # torch imports it in places, and a test builds the wheel
         ],

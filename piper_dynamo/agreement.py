@@ -1,4 +1,4 @@
-"""What ranks tell one another before they run: their program, and the parameters they start from.
+"""What ranks tell one another before they run: program, inputs, and the parameters they start from.
 
 They speak through a key-value store and not by collectives, so that a rank that runs something
 else, or nothing, can be named.
@@ -7,12 +7,14 @@ else, or nothing, can be named.
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_error
-from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.comm import Communicator
@@ -24,16 +26,19 @@ def announcement(plan: Plan) -> str:
     return f"{plan.fingerprint()} {describe(plan)}"
 
 
-def agree(plan: Plan, mine: str, comm: Communicator, *, known: bool) -> int:
+def agree(plan: Plan, mine: str, comm: Communicator, values: Sequence[Any], *, known: bool) -> int:
     """Before a program's first run: every rank must be about to run the same one in this step.
 
     Each rank leaves the fingerprint of every step it starts; only a rank with a new program
-    reads the others', so steps that all ranks know cost one unanswered message.
+    reads the others', so steps that all ranks know cost one unanswered message. With a new program
+    it also leaves what it was given: the ranks of a replica share a batch. They may differ in what
+    they do not use, so a difference is a warning.
 
     Args:
         plan: What this rank is about to run.
         mine: Its announcement.
         comm: The way to the others.
+        values: The arguments of the call.
         known: Whether all ranks have run it together before.
 
     Returns:
@@ -47,7 +52,8 @@ def agree(plan: Plan, mine: str, comm: Communicator, *, known: bool) -> int:
     comm.steps = number + 1
     if comm.world_size == 1:
         return number
-    comm.publish(_key("step", number, comm.rank), f"{number} {mine}")
+    given = "-" if known else _digests(plan, values)
+    comm.publish(_key("step", number, comm.rank), f"{number} {given} {mine}")
     if known:
         return number
     deadline = time.monotonic() + min(comm.timeout_s, 1e9)
@@ -80,18 +86,55 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
     """
     mine = plan.fingerprint()
     differing, silent = [], []
+    given: dict[int, str] = {}
     for rank in range(comm.world_size):
         remaining = max(deadline - time.monotonic(), 0.0)
         text = comm.lookup(_key("step", number, rank), f"{number} ", remaining)
         if text is None:
             silent.append(rank)
             continue
-        _, theirs, what = text.split(" ", 2)
+        _, given[rank], theirs, what = text.split(" ", 3)
         if theirs != mine:
             differing.append(f"rank {rank}: {what}")
     if differing:
         raise _different_programs(plan, comm, differing)
+    _warn_of_other_inputs(plan, comm.rank, given)
     return silent
+
+
+def _inputs(plan: Plan) -> list[Arg]:
+    return [arg for arg in plan.args if arg.kind is ArgKind.DATA and arg.spec is not None]
+
+
+def _digests(plan: Plan, values: Sequence[Any]) -> str:
+    return ",".join(digest([values[arg.position] for arg in _inputs(plan)])) or "-"
+
+
+def _warn_of_other_inputs(plan: Plan, mine: int, given: Mapping[int, str]) -> None:
+    """The first rank of a replica tells which of its ranks were given something else."""
+    replica, _ = plan.replica(mine)
+    first, *others = (r for r in sorted(given) if plan.replica(r)[0] == replica)
+    if mine != first:
+        return
+    known = [(rank, given[rank].split(",")) for rank in others if given[rank] != "-"]
+    here = given[first].split(",")
+    unlike = {
+        arg.name: ranks
+        for at, arg in enumerate(_inputs(plan))
+        if (ranks := [rank for rank, theirs in known if theirs[at] != here[at]])
+    }
+    if unlike and given[first] != "-":
+        shown = [f"{name}: rank {', '.join(map(str, ranks))}" for name, ranks in unlike.items()]
+        warnings.warn(
+            format_error(
+                f"ranks of one replica were given different inputs, compared with rank {first}",
+                {"they differ in": "\n".join(shown)},
+                hint="give all ranks of a pipeline the same batch: each uses its part of it, so "
+                "unlike ones would be mixed (seed the data by piper.data_rank(step), not by "
+                "piper.rank()); where a rank is meant to get nothing of an input, ignore this",
+            ),
+            stacklevel=2,
+        )
 
 
 def check_copies(

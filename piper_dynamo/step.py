@@ -141,7 +141,7 @@ class CompiledStep:
         comm = communicator(self._options.timeout_s)
         self._recall_loss(values)
         entry = self._entry(values, comm)
-        number = agree(entry.plan, entry.announcement, comm, known=entry.compared)
+        number = agree(entry.plan, entry.announcement, comm, values, known=entry.compared)
         entry.compared = True
         state = self._state(values, entry, comm)
         try:

@@ -1,5 +1,6 @@
 """Inputs of every kind, and shapes and modes that change between calls."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -374,3 +375,31 @@ def test_a_size_read_from_an_argument_that_is_not_used_otherwise(how: str):
     step = torch.compile(SizeOnly(), backend="piper", options={"strategy": strategy})
     with pytest.raises(Exception, match="the size of argument 'mask' is used, but not its values"):
         step(x, mask) if how == "plain" else piper.prepare(step, x, mask)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_of_a_replica_that_are_given_unlike_batches_are_warned_of(replicas: int) -> None:
+    """Replicas may have batches of their own; the ranks of one must not. Seen at the first step."""
+    placement = {stage: [2 * stage, 2 * stage + 1][:replicas] for stage in (0, 1)}
+    placement = placement if replicas > 1 else LINE2
+    sharing = [piper.Replicate({"PP": "*"})] if replicas > 1 else []
+    strategy = piper.Strategy(*jobs.strategy(placement, 2).directives, *sharing)
+
+    def train(unlike: bool) -> None:
+        def job() -> None:
+            step = piper.compile(Stack4(2), strategy, rows(8))
+            x, y = rows(8, 2 * piper.data_rank(step))
+            if unlike and piper.rank() == 2 * replicas - 1:
+                y = y + 1
+            for _ in range(2):
+                step(x, y).backward()
+
+        jobs.run_ranks(job, 2 * replicas)
+
+    with pytest.warns(UserWarning, match="ranks of one replica were given different") as found:
+        train(unlike=True)
+    (only,) = found
+    assert f"y: rank {2 * replicas - 1}" in str(only.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(unlike=False)
