@@ -106,6 +106,7 @@ class Order:
         grouped: dict[Node, list[tuple[int, int]]] = {}
         for number, order in enumerate(self._orders):
             groups: list[list[Node]] = []
+            missing: list[Any] = []
             for group in order.groups:
                 found: list[Node] = []
                 for wanted in group:
@@ -114,15 +115,14 @@ class Order:
                         continue  # a forward-only program keeps the order of its forwards
                     matched = select(_pool(wanted, nodes, by_mb), wanted)
                     if not matched:
-                        faults.append(
-                            f"{order.where}: the filter {wanted!r} " + describe_miss(wanted, dag)
-                        )
+                        missing.append(wanted)
                     found += matched
                 if found:
                     groups.append(list(dict.fromkeys(found)))
                 if len(group) > 1:
                     for node in found:
                         grouped.setdefault(node, []).append((number, len(groups)))
+            faults += _missed(order, missing, dag)
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
             faults += _left_out(order, groups, nodes, dag.num_microbatches)
@@ -143,6 +143,24 @@ def _pool(wanted: Any, nodes: list[Node], by_mb: dict[int | None, list[Node]]) -
         if tag == "MB" and isinstance(value, int):
             return by_mb.get(value, [])
     return nodes
+
+
+def _missed(order: Any, missing: Sequence[Any], dag: Dag) -> list[str]:
+    """What to say of an order's filters that match nothing: the first stands for all."""
+    if not missing:
+        return []
+    more = f"\n  so do {len(missing) - 1} more of its filters" if len(missing) > 1 else ""
+    count = dag.num_microbatches
+    beyond = any(
+        tag == "MB" and isinstance(value, int) and value >= count
+        for wanted in missing
+        for tag, value in wanted.items
+    )
+    hint = f"\n  hint  the batch is split into {count}; is the schedule made for as many?"
+    return [
+        f"{order.where}: the filter {missing[0]!r} {describe_miss(missing[0], dag)}{more}"
+        + (hint if beyond else "")
+    ]
 
 
 def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:

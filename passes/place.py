@@ -93,38 +93,55 @@ class Place:
                 lost.setdefault(task.name.mb, task.where or "no source line")
             else:
                 node.meta["task"] = replace(task, devices=self._placements[matched[0]].devices)
+        faults += self._check_ranks()
         for i, placement in enumerate(self._placements):
-            outside = [d for d in placement.devices if d >= self._world_size]
-            if outside:
-                faults.append(
-                    f"{placement.label} names ranks {outside}, but the world has ranks "
-                    f"0-{self._world_size - 1}\n"
-                    f"  hint  start {max(outside) + 1} ranks, or change the devices"
-                )
             if not used[i]:
                 faults.append(f"{placement.label} " + describe_miss(placement.filter, dag))
-        for region, lost in homeless.items():
-            some = f" for microbatches {_listed(lost)}" if len(lost) < dag.num_microbatches else ""
-            faults.append(f"{region} is placed nowhere{some} ({next(iter(lost.values()))})")
+        faults += [_homeless(region, lost, dag) for region, lost in homeless.items()]
         if not faults:
-            faults += self._check_groups(tasks)
+            faults += self._check_groups(tasks, dag)
         if faults:  # a miss may be why nobody says how ranks share a task
             faults += region_misses(self._sharers, dag)
         return _merge_repeats(faults)
 
-    def _check_groups(self, tasks: list[Node]) -> list[str]:
-        faults = []
-        placed = {d for node in tasks for d in task_of(node).devices}
-        idle = sorted(set(range(self._world_size)) - placed)
-        if idle:
+    def _check_ranks(self) -> list[str]:
+        """Every rank of the world is in a placement, and none outside of it."""
+        placed = sorted({rank for p in self._placements for rank in p.devices})
+        world = set(range(self._world_size))
+        if placed == sorted(world):
+            return []
+        if placed == list(range(len(placed))):
+            hint = f"start {len(placed)} ranks, or change the devices"
+        else:
+            hint = f"number the ranks that are used from 0 to {len(placed) - 1}"
+        faults = [
+            f"{p.label} names ranks {outside}, but the world has ranks 0-{self._world_size - 1}\n"
+            f"  hint  {hint}"
+            for p in self._placements
+            if (outside := [rank for rank in p.devices if rank not in world])
+        ]
+        idle = sorted(world - set(placed))
+        if idle and not faults:
+            labels = dict.fromkeys(p.label for p in self._placements)
             faults.append(
-                f"the world has {self._world_size} ranks, but nothing is placed on {_ranks(idle)}\n"
-                f"  hint  start {len(placed)} ranks, or place regions on them"
+                f"nothing is placed on {_ranks(idle)} of {self._world_size}; placed are "
+                f"{_ranks(placed)}, by {', '.join(labels)}\n  hint  {hint}"
             )
-        groups = sorted({task_of(node).devices for node in tasks})
+        return faults
+
+    def _check_groups(self, tasks: list[Node], dag: Dag) -> list[str]:
+        faults = []
+        regions: dict[tuple[int, ...], RegionId] = {}
+        for node in tasks:
+            name = task_of(node).name
+            assert name is not None
+            regions.setdefault(task_of(node).devices, name.region)
+        groups = sorted(regions)
         if len({len(g) for g in groups}) > 1:
+            shown = ", ".join(f"{regions[g]} on {g}" for g in groups)
+            labels = dict.fromkeys(p.label for p in self._placements)
             faults.append(
-                f"the device groups differ in size: {', '.join(map(str, groups))}\n"
+                f"the device groups differ in size: {shown}, by {', '.join(labels)}\n"
                 "  hint  regions of one step need the same number of replicas"
             )
         of_rank: dict[int, tuple[int, ...]] = {}
@@ -136,19 +153,40 @@ class Place:
                         "  hint  regions that share a rank are placed on the same ranks, in the "
                         "same order"
                     )
-        shared: dict[tuple[Any, tuple[int, ...]], Node] = {}
+        shared: dict[tuple[RegionId, tuple[int, ...]], None] = {}
         for node in tasks:
             task = task_of(node)
             if len(task.devices) > 1 and task.name is not None:
-                shared.setdefault((task.name.region, task.devices), node)
-        for (region, devices), node in shared.items():
+                shared[task.name.region, task.devices] = None
+        for region, devices in shared:
             if not any(one.filter.matches(dict(region.tags)) for one in self._sharers):
+                label = next(p.label for p in self._placements if p.devices == devices)
+                where = dag.regions[region] or "no source line"
                 faults.append(
-                    f"{task_of(node).name} is placed on {len(devices)} ranks {devices}, "
+                    f"{region} ({where}) is placed on {len(devices)} ranks {devices} by {label}, "
                     "and no directive says how they share it\n"
                     "  hint  add piper.Replicate(...) or piper.Shard(...), or place it on one rank"
                 )
         return faults
+
+
+def _homeless(region: RegionId, lost: dict[int | None, str], dag: Dag) -> str:
+    """A region, or some of its microbatches (each with its line), that no Place matches."""
+    where = next(iter(lost.values()))
+    if not region.tags:
+        return (
+            f"code without a tag is placed nowhere ({where})\n  hint  tag it, by piper.annotate or "
+            "by piper.Strategy(regions=), so that a piper.Place can match it"
+        )
+    tags: dict[str, Any] = dict(region.tags)
+    some = ""
+    if len(lost) < dag.num_microbatches:
+        some = f" for microbatches {_listed(lost)}"
+        tags |= {"MB": sorted(mb for mb in lost if mb is not None)}
+    return (
+        f"{region} is placed nowhere{some} ({where})\n"
+        f"  hint  add piper.Place({tags}, devices=[...])"
+    )
 
 
 def _last_task(node: Node) -> Node:
