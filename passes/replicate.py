@@ -75,7 +75,8 @@ class Replicate:
                    else a block of each rank's experts
                loss     ->  all_reduce([loss])
     requires:  tasks are placed; each holder has a gradient of its own (tie); a region on several
-        ranks is matched by one Replicate; regions that share a parameter agree on how
+        ranks is matched by one Replicate, or all it holds are experts without copies; regions that
+        share a parameter agree on how
     keeps:     values up to summation order, of one process on all replicas' data, where the loss
         weights count the replicas
     """
@@ -134,7 +135,7 @@ class Replicate:
                 labels = " and ".join(r.label for r in mine)
                 faults.append(f"{region} is replicated twice: {labels}")
             if len(mine) != 1:
-                continue  # the place pass has refused what nobody replicates
+                continue  # `_unsummed` looks at those that nobody replicates
             (one,) = mine
             if not one.covers(devices):
                 faults.append(
@@ -171,7 +172,32 @@ class Replicate:
                     for p in positions
                     if not dag.args[p].spec.is_contiguous  # type: ignore[union-attr]
                 ]
+        for region, positions in readers.items():
+            if not any(r.filter.matches(_tags(region)) for r in self._replications):
+                left = [position for position in positions if position not in home]
+                faults += _unsummed(dag, devices, region, left)
         return found
+
+
+def _unsummed(dag: Dag, devices: Devices, region: RegionId, positions: Sequence[int]) -> list[str]:
+    """Parameters of a region without a Replicate whose gradients nobody would sum.
+
+    Legal iff  each that gets a gradient is split by experts, and no two ranks have the same ones
+    """
+    trained = {int(key) for key in results_of(dag.graph)["grads"]}
+    odd = []
+    for position in positions:
+        layout = dag.layouts.get((position, devices))
+        if position in trained and (layout is None or copy_groups(layout.expert_groups)):
+            odd.append(repr(dag.args[position].name))
+    if not odd:
+        return []
+    return [
+        f"ranks {devices} hold copies of {region}'s parameters ({', '.join(odd)}) and nobody sums "
+        f"their gradients ({dag.regions[region] or 'no source line'})\n"
+        f"  hint  add piper.Replicate({_tags(region)}, axes=...), with all axes along which the "
+        "ranks differ"
+    ]
 
 
 def _how(one: Replication) -> tuple[Any, ...]:
@@ -435,6 +461,15 @@ def _reduce_loss(dag: Dag, buckets: list[_Bucket]) -> None:
     task = task_of(producer(loss))
     stream = next((b.how.reduce_stream for b in buckets if b.devices == task.devices), None)
     if stream is None:
+        if len(task.devices) > 1:
+            raise PiperPlanError(
+                format_error(
+                    f"ranks {task.devices} each make the loss of their own data, and no directive "
+                    "says that it is the mean of theirs",
+                    {"made by": task.where or "no source line"},
+                    hint="add piper.Replicate(...) for the region that makes the loss",
+                )
+            )
         return
     with dag.graph.inserting_after(loss):
         (total,) = collective(

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.node import Argument, Node
 
 from piper_dynamo.ir.chunk import Chunk, runnable
-from piper_dynamo.ir.joint import Arg, Output
+from piper_dynamo.ir.joint import Arg, ArgKind, Output
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, copy_groups
 from piper_dynamo.ir.spec import TensorSpec
@@ -145,13 +145,16 @@ class Dag:
             place: Of the rank that ends with the gradient, in its device group.
         """
         found: set[int] = set()
+        is_held = self.args[position].kind is ArgKind.PARAMETER
         for devices in self.makers.get(position, ()):
             layout = self.layouts.get((position, devices))
             own = devices[place]
-            if layout is None or not layout.reduced:
-                found.add(own)
-            else:
+            if layout is None:  # copies of a parameter, whatever passes made of them
+                found.update(devices if is_held else (own,))
+            elif layout.reduced:
                 found.update(layout.users(devices, own))
+            else:
+                found.add(own)
         return tuple(sorted(found))
 
     def module(self) -> fx.GraphModule:
