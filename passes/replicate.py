@@ -172,9 +172,9 @@ class Replicate:
                     for p in positions
                     if not dag.args[p].spec.is_contiguous  # type: ignore[union-attr]
                 ]
-        for region, positions in readers.items():
+        for region, read in readers.items():
             if not any(r.filter.matches(_tags(region)) for r in self._replications):
-                left = [position for position in positions if position not in home]
+                left = [position for position in read if position not in home]
                 faults += _unsummed(dag, devices, region, left)
         return found
 

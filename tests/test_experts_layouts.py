@@ -1,5 +1,6 @@
 """Who holds which experts: what no directive sums, and what some group would need all of."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ class Apart(nn.Module):
             out = torch.tanh(piper.moe.grouped_mm(sent, self.up, routing))
         with piper.annotate("PP", 1):
             return (piper.moe.combine(out, routing, weights) - y).square().mean()
+
+
+def frozen() -> Apart:
+    model = Apart()
+    model.up.requires_grad_(False)
+    return model
 
 
 def meshed(shape: tuple[int, int], *replicated: str, zero: int = 0) -> piper.Strategy:
@@ -83,14 +90,19 @@ def test_the_proof_sees_a_gradient_whose_reduction_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "replicated", "zero"),
-    [((2, 1), ("PP", "EP"), 0), ((2, 2), ("PP", "EP"), 1), ((1, 2), ("PP",), 0)],
+    ("build", "shape", "replicated", "zero"),
+    [
+        (Apart, (2, 1), ("PP", "EP"), 0),
+        (Apart, (2, 2), ("PP", "EP"), 1),
+        (Apart, (1, 2), ("PP",), 0),
+        (frozen, (1, 2), ("PP",), 0),
+    ],
 )
 def test_experts_outside_of_stages_equal_one_process(
-    shape: tuple[int, int], replicated: tuple[str, ...], zero: int
+    build: Callable[[], Apart], shape: tuple[int, int], replicated: tuple[str, ...], zero: int
 ) -> None:
     """Without copies a Shard says all there is to say: each expert is on one rank."""
-    one = replicas.Case(build=lambda stages: Apart(), batch=experts.case().batch)
+    one = replicas.Case(build=lambda stages: build(), batch=experts.case().batch)
     everywhere = {0: list(range(shape[0] * shape[1]))}
 
     def job() -> Any:
@@ -98,7 +110,7 @@ def test_experts_outside_of_stages_equal_one_process(
         mine = [
             tuple(v.chunk(len(everywhere[0]))[piper.rank()] for v in one.batch(k)) for k in range(3)
         ]
-        step = piper.compile(Apart(), meshed(shape, *replicated, zero=zero), mine[0])
+        step = piper.compile(build(), meshed(shape, *replicated, zero=zero), mine[0])
         return replicas.train(step, mine)
 
     ranks = jobs.run_ranks(job, len(everywhere[0]))
@@ -126,3 +138,81 @@ def test_a_loss_that_nobody_sums_is_refused() -> None:
     )
     with pytest.raises(piper.PiperPlanError, match=r"ranks \(2, 3\) each make the loss of their"):
         piper.plan(Early(), wanted, rows(16, 0), 4)
+
+
+# Some group would need all experts.
+
+
+class Whole(nn.Module):
+    """The experts of `EP` are used as whole matrices by the stage behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(fill([4, EXPERTS], 20))
+        self.up = nn.Parameter(fill([EXPERTS, 4, 4], 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            weights, index = (x @ self.gate).softmax(-1).topk(2)
+            sent, routing = piper.moe.dispatch(x, index, EXPERTS)
+            with piper.annotate("EP"):
+                out = torch.tanh(piper.moe.grouped_mm(sent, self.up, routing))
+            mixed = piper.moe.combine(out, routing, weights)
+        with piper.annotate("PP", 1):
+            return (mixed - y).square().mean() + self.up.square().mean()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_experts_that_another_group_uses_whole_are_refused(zero: int) -> None:
+    """It is the Shard's doing, whatever the Replicates say."""
+    wanted = experts.strategy(replicas.LINE, 2, "gpipe", zero=zero)
+    with pytest.raises(piper.PiperPlanError) as caught:
+        piper.plan(Whole(), wanted, rows(12, 0), 4)
+    text = str(caught.value)
+    assert "parameter 'up' of F.PP0.EP0.MB0 (" in text
+    assert "is used by F.PP1.MB0 on ranks (2, 3) too (" in text
+    assert "use it in expert regions alone" in text
+
+
+def by_microbatch(*places: tuple[int, int], **shard: Any) -> piper.Strategy:
+    """Each microbatch's stage on its own ranks."""
+    return piper.Strategy(
+        piper.Split({}, num_microbatches=len(places)),
+        *(piper.Place({"PP": 0, "MB": k}, devices=ranks) for k, ranks in enumerate(places)),
+        piper.Replicate({"PP": "*"}, axes=("dp", "ep")),
+        piper.Shard({"EP": "*"}, axes=("ep",), **shard),
+        mesh=piper.Mesh((2, 3), ("dp", "ep")),
+    )
+
+
+class OneStage(Whole):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            weights, index = (x @ self.gate).softmax(-1).topk(2)
+            sent, routing = piper.moe.dispatch(x, index, EXPERTS)
+            with piper.annotate("EP"):
+                out = torch.tanh(piper.moe.grouped_mm(sent, self.up, routing))
+            return (piper.moe.combine(out, routing, weights) - y).square().mean()
+
+
+@pytest.mark.parametrize("places", [((0, 3), (1, 2), (4, 5)), ((1, 2), (4, 5), (0, 3))])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_microbatches_whose_ranks_share_in_unlike_ways_are_refused(
+    places: tuple[tuple[int, int], ...], capacity: int | None
+) -> None:
+    """Ranks 0 and 3 have all experts each, 1 and 2 have half of them."""
+    with pytest.raises(piper.PiperPlanError, match="where all experts, or others, would be needed"):
+        piper.plan(OneStage(), by_microbatch(*places, capacity=capacity), rows(12, 0), 6)
+
+
+def test_experts_that_the_second_microbatchs_ranks_use_whole_are_refused() -> None:
+    wanted = piper.Strategy(
+        piper.Split({}, num_microbatches=2),
+        piper.Place({"PP": 0, "MB": 0}, devices=[0, 1]),
+        piper.Place({"PP": 0, "MB": 1}, devices=[2, 3]),
+        piper.Place({"PP": 1}, devices=[2, 3]),
+        piper.Replicate({"PP": "*"}),
+        piper.Shard({"EP": "*"}),
+    )
+    with pytest.raises(piper.PiperPlanError, match=r"used by F.PP1.MB0 on ranks \(2, 3\) too"):
+        piper.plan(Whole(), wanted, rows(12, 0), 4)
