@@ -100,9 +100,9 @@ class Replicate:
             raise PiperPlanError(join_faults("the replication is not possible", faults))
         for bucket in buckets:
             for position in bucket.positions:
-                dag.layouts[position, bucket.devices] = bucket.layout(
-                    dag.args[position].spec, sync=self._sync
-                )
+                spec = dag.args[position].spec
+                assert spec is not None
+                dag.layouts[position, bucket.devices] = bucket.layout(spec, sync=self._sync)
             for position in bucket.experts:
                 layout = dag.layouts[position, bucket.devices]
                 dag.layouts[position, bucket.devices] = bucket.expert_layout(
@@ -222,32 +222,29 @@ class _Bucket:
     experts: tuple[int, ...]
     how: Replication
 
-    def layout(self, spec: TensorSpec | None, *, sync: bool) -> Layout:
+    def layout(self, spec: TensorSpec, *, sync: bool) -> Layout:
+        """How the ranks hold a parameter that they all use whole."""
         groups = self.how.shard_groups(self.devices)
-        is_number = spec is not None and not spec.shape
-        sharded = self.how.zero > 0 and len(groups[0]) > 1 and not is_number
-        keep = self.how.keep if self.how.zero == 3 else "step"
-        return Layout(
-            bucket=str(self.region),
-            shard_groups=groups if sharded else (),
-            stream=self.how.gather_stream,
-            prefetch=self.how.prefetch,
-            keep=keep,
-            reduced=sync or self.how.zero >= 2,
-            where=self.how.label,
-        )
+        is_sharded = self.how.zero > 0 and len(groups[0]) > 1 and bool(spec.shape)
+        return self._layout(str(self.region), groups if is_sharded else (), sync=sync)
 
     def expert_layout(self, found: Layout, *, sync: bool) -> Layout:
         """The layout of experts, as `shard` found it, with what this directive adds."""
         shards = self.expert_shards(found)
         if not shards:
             return replace(found, reduced=sync)
-        whole = self.layout(None, sync=sync)
-        return replace(
-            whole,
-            bucket=f"{self.region}.experts",
-            expert_groups=found.expert_groups,
+        made = self._layout(f"{self.region}.experts", shards, sync=sync)
+        return replace(made, expert_groups=found.expert_groups)
+
+    def _layout(self, name: str, shards: Groups, *, sync: bool) -> Layout:
+        return Layout(
+            bucket=name,
             shard_groups=shards,
+            stream=self.how.gather_stream,
+            prefetch=self.how.prefetch,
+            keep=self.how.keep if self.how.zero == 3 else "step",
+            reduced=sync or self.how.zero >= 2,
+            where=self.how.label,
         )
 
     def expert_shards(self, found: Layout) -> Groups | None:
