@@ -173,7 +173,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[N
         elif producer(source) in experts:
             if experts[producer(source)].groups != one.groups:
                 faults.append(f"{one.where} reads {source.name}, which is sharded in another way")
-        elif not (border_of(source, "exchange") or border_of(source, "exchange_counts")):
+        elif not (border_of(source, Kind.EXCHANGE) or border_of(source, Kind.EXCHANGE_COUNTS)):
             made = task_of(producer(source)).name
             faults.append(
                 f"{one.where} reads a value of {made} that piper.moe.dispatch did not send there: "
@@ -182,7 +182,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[N
             )
     for value in one.node.users:
         outside = [u for u in value.users if _is_other_task(u, experts)]
-        if outside and not border_of(value, "unexchange"):
+        if outside and not border_of(value, Kind.UNEXCHANGE):
             faults.append(f"{one.where} gives {task_of(outside[0]).name} a value that {COMES_BACK}")
         if value in returned or any(_is_joined(user) for user in value.users):
             faults.append(f"{one.where} gives an output or a buffer a value that {COMES_BACK}")
@@ -323,7 +323,7 @@ class _Exchanges:
         self._asked = {
             (border.routing, _microbatch(node)): node
             for node in dag.graph.nodes
-            if (border := border_of(node, "exchange_counts"))
+            if (border := border_of(node, Kind.EXCHANGE_COUNTS))
         }
         # By the name of a routing's counts, the microbatch, and the ranks: what the exchange gives.
         self._counts: dict[tuple[str, int | None, Groups], tuple[Node, Node]] = {}
@@ -337,7 +337,7 @@ class _Exchanges:
                 if "border" in source.meta and producer(source) not in self._experts:
                     one = self._experts[node]
                     entering.setdefault((source, one.groups), []).append(one)
-        counts = {k: v for k, v in entering.items() if border_of(k[0], "exchange_counts")}
+        counts = {k: v for k, v in entering.items() if border_of(k[0], Kind.EXCHANGE_COUNTS)}
         for (value, _), users in counts.items():
             self._exchange_counts(value, users)
         for (value, groups), users in entering.items():

@@ -158,7 +158,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 
 def test_messages_are_divided_or_refused() -> None:
     with pytest.raises(piper.PiperRuntimeError, match="7 rows cannot go evenly to 2 ranks"):
-        pack("exchange", [torch.zeros(7, 4)], 2)
+        pack(Op.EXCHANGE, [torch.zeros(7, 4)], 2)
 
 
 def test_two_shards_of_one_region_are_refused() -> None:

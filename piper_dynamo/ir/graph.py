@@ -90,12 +90,12 @@ class Border:
     """What a value that experts get or give passes on its way; in `meta["border"]`.
 
     Attributes:
-        kind: "exchange" or "unexchange"; "exchange_counts" of the counts themselves.
+        kind: EXCHANGE or UNEXCHANGE; EXCHANGE_COUNTS of the counts themselves.
         routing: The counts by which rows are exchanged.
         experts: Where these take as many rows each, whatever the counts: how many there are.
     """
 
-    kind: str
+    kind: Kind
     routing: str
     experts: int | None = None
 
@@ -189,10 +189,10 @@ def task_of(node: Node) -> Task:
     return task
 
 
-def border_of(node: Node, kind: str) -> Border | None:
+def border_of(node: Node, kind: Kind) -> Border | None:
     """The border of this kind that a value passes, if it does."""
     border = node.meta.get("border")
-    return border if isinstance(border, Border) and border.kind == kind else None
+    return border if isinstance(border, Border) and border.kind is kind else None
 
 
 def pick(graph: fx.Graph, node: Node, index: int, name: str, spec: TensorSpec | None) -> Node:
