@@ -231,7 +231,7 @@ class NormedReference(capacity.Reference):
 
 
 class Ended(Mixture):
-    """Only what comes from experts is divided by its length."""
+    """Only what experts give meets rows divided by their length: the first gradient is NaN."""
 
     def mix(self, h: Tensor, layer: int) -> Tensor:
         weights, index = (h @ self.gate[layer] + self.shift).softmax(-1).topk(self.top)
@@ -239,11 +239,23 @@ class Ended(Mixture):
         with piper.annotate("EP"):
             inner = piper.moe.grouped_mm(sent, self.up[layer], routing).sigmoid()
             out = piper.moe.grouped_mm(inner, self.down[layer], routing)
-            out = out / out.norm(dim=-1, keepdim=True)
+            out = out * sent / sent.norm(dim=-1, keepdim=True)
         return piper.moe.combine(out, routing, weights)
 
 
-def check_normed(schedule: str, **options: Any) -> None:
+class EndedReference(capacity.Reference):
+    def expert(self, rows: Tensor, layer: int, expert: int) -> Tensor:
+        out = (rows @ self.up[layer][expert]).sigmoid() @ self.down[layer][expert]
+        return out * rows / rows.norm(dim=-1, keepdim=True)
+
+
+REFERENCES: dict[type[Mixture], type[capacity.Reference]] = {
+    Normed: NormedReference,
+    Ended: EndedReference,
+}
+
+
+def check_normed(schedule: str, kind: type[Mixture] = Normed, **options: Any) -> None:
     """Experts without tokens among them; a weight's gradient may be its own task."""
     placement, microbatches = replicas.SCHEDULES[schedule]
     wanted = piper.Strategy(
@@ -254,9 +266,9 @@ def check_normed(schedule: str, **options: Any) -> None:
         *jobs.orders(schedule, placement, microbatches),
     )
     one = experts.case()
-    built = replace(one, build=lambda stages: Normed(stages, shift=LONE))
+    built = replace(one, build=lambda stages: kind(stages, shift=LONE))
     ranks = replicas.run(built, placement, wanted)
-    want = capacity.train(NormedReference(3, shift=LONE), one, 2 * microbatches)
+    want = capacity.train(REFERENCES[kind](3, shift=LONE), one, 2 * microbatches)
     replicas.compare(ranks, want, placement, 0, part=experts.part_of(2))
 
 
@@ -268,11 +280,18 @@ def test_padding_does_not_poison_gradients(schedule: str, bucket_mb: float | Non
     check_normed(schedule, bucket_mb=bucket_mb)
 
 
-def test_control_padding_that_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_gradients_alone_are_enough_where_values_are_finite() -> None:
+    check_normed("one_f_one_b", Ended)
+
+
+@pytest.mark.parametrize("kind", [Normed, Ended])
+def test_control_padding_that_is_not_masked(
+    kind: type[Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(passes, "_mask", lambda *args: None)
     monkeypatch.setattr(planning, "_templates", {})  # what was captured before has masks
     with pytest.raises(AssertionError, match=r"norms|losses"):
-        check_normed("one_f_one_b")
+        check_normed("one_f_one_b", kind)
 
 
 def masks(kind: type[Mixture]) -> int:
