@@ -16,6 +16,7 @@ from piper_dynamo.errors import PiperStrategyError, format_error
 from piper_dynamo.ir.alias import exchange_of
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.task import Kind
 
 
 def emulated_chunk(chunk: Chunk) -> Callable[[list[Any]], Sequence[Any]]:
@@ -47,9 +48,9 @@ def _even_counts(chunk: Chunk) -> dict[int, Tensor]:
     outputs = chunk.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     for index, node in enumerate(outputs[: chunk.num_results]):
-        if not isinstance(node, Node) or exchange_of(node) != "exchange_counts":
+        if not isinstance(node, Node) or exchange_of(node) is not Kind.EXCHANGE_COUNTS:
             continue
-        sent = [u for u in node.users if exchange_of(u) == "exchange"]
+        sent = [u for u in node.users if exchange_of(u) is Kind.EXCHANGE]
         rows = sent[0].meta["val"].shape[0] if sent else 0
         counts = zeros(chunk.outputs[index])
         assert counts is not None

@@ -157,12 +157,12 @@ class _Builder:
         """Say of values that cross a border by an exchange which it is, and by whose counts."""
         for node in self.capture.graph.nodes:
             kind = exchange_of(node)
-            if not kind:
+            if kind is None:
                 continue
             value, routing = node, node
-            if kind != "exchange_counts":
+            if kind is not Kind.EXCHANGE_COUNTS:
                 routing = root(node.args[1])
-            if kind == "unexchange":
+            if kind is Kind.UNEXCHANGE:
                 value = node.args[0]
             if value.name in self.values:
                 self.values[value.name].meta["border"] = Border(

@@ -15,54 +15,57 @@ import torch
 from torch import fx
 from torch.fx.node import Node, map_arg
 
-from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperPlanError, join_faults
 from piper_dynamo.ir.alias import exchange_of, operator_name, root
 from piper_dynamo.ir.joint import Capture
-from piper_dynamo.ir.spec import user_line
-from piper_dynamo.ir.task import RegionId
+from piper_dynamo.ir.spec import source_meta, user_line
+from piper_dynamo.ir.task import Kind, RegionId
 from piper_dynamo.moe import slots
-from piper_dynamo.moe.capacity import room
-from piper_dynamo.passes.padding import Padding, is_harmless, padding_of
+from piper_dynamo.moe.capacity import Capacity
+from piper_dynamo.passes.padding import Padding, padding_of, to_mask
 from piper_dynamo.passes.regions import Regions
-from piper_dynamo.passes.rows import COMES_BACK, ONLY_ROWS, free_views
+from piper_dynamo.passes.rows import COMES_BACK, ONLY_ROWS, Unfit, free_views, sizes_refused
 
 aten = torch.ops.aten
 _EVEN = {"grouped_mm": slots.even_mm, "grouped_outer": slots.even_outer}
 
 
+# A region's nodes: a dict, since rewriting adds some and removes others.
+_Members = dict[RegionId, dict[Node, None]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
+class Bound:
     """How many rows the experts of some regions take of one routing.
 
     Attributes:
         filter: Which regions.
-        most: Rows (int) or a factor of the even share (float), as text: 2 is not 2.0.
+        capacity: How many.
         label: The directive, for a message.
     """
 
     filter: Any
-    most: str
+    capacity: Capacity
     label: str = field(compare=False)
 
-    @property
-    def number(self) -> int | float:
-        """`most` as a number."""
-        return float(self.most) if set(self.most) & set(".e") else int(self.most)
+    def covers(self, region: RegionId) -> bool:
+        """Whether it is for a region's experts."""
+        return bool(self.filter.matches(dict(region.tags)))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Routing:
-    """One `dispatch`, and the operators that know it by its counts."""
+    """One `dispatch`, the operators that know it by its counts, and the regions of its rows."""
 
     arrived: Node
-    to_experts: list[Node]
-    from_experts: list[Node]
-    products: list[Node]
-    others: list[Node]
+    to_experts: list[Node] = field(default_factory=list)
+    from_experts: list[Node] = field(default_factory=list)
+    products: list[Node] = field(default_factory=list)
+    others: list[Node] = field(default_factory=list)
+    inside: tuple[RegionId, ...] = ()
 
 
-def set_capacities(capture: Capture, regions: Regions, capacities: Sequence[Capacity]) -> None:
+def set_capacities(capture: Capture, regions: Regions, bounds: Sequence[Bound]) -> None:
     """Make the regions that a capacity is asked for static.
 
     rewrite:   x = exchange(rows, counts) ; y = grouped_mm(x, w, counts) ; unexchange(y, counts)
@@ -76,102 +79,120 @@ def set_capacities(capture: Capture, regions: Regions, capacities: Sequence[Capa
     Raises:
         PiperPlanError: Lists every region that cannot be made static.
     """
-    if not capacities:
+    if not bounds:
         return
-    faults: list[str] = []
-    static: set[RegionId] = set()
-    for routing in _routings(capture):
-        inside = _inside(routing, regions)
-        wanted = [c for c in capacities if any(c.filter.matches(dict(r.tags)) for r in inside)]
-        if wanted:
-            static |= inside
-            faults += _check(capture, regions, routing, wanted[0])
-            if not faults:
-                _rewrite(capture, regions, routing, wanted[0].number)
-    nodes = [n for n in capture.graph.nodes if regions.of.get(n) in static]
+    members = _members(regions)
+    found: list[tuple[_Routing, Bound]] = []
+    for routing in _routings(capture, regions):
+        wanted = next((b for b in bounds if any(map(b.covers, routing.inside))), None)
+        if wanted is not None:
+            found.append((routing, wanted))
+    faults = [f for r, wanted in found for f in _check(capture, regions, members, r, wanted)]
     if not faults:
+        for routing, wanted in found:
+            _rewrite(capture, regions, members, routing, wanted.capacity)
         faults += _propagate(capture)
     if faults:
         raise PiperPlanError(join_faults("these experts cannot have a capacity", faults))
-    _mask(capture, regions, nodes)
+    static = {region for routing, _ in found for region in routing.inside}
+    _mask(capture, regions, [n for n in capture.graph.nodes if regions.of.get(n) in static])
 
 
-def _routings(capture: Capture) -> list[_Routing]:
+def _members(regions: Regions) -> _Members:
+    found: _Members = {}
+    for node, region in regions.of.items():
+        found.setdefault(region, {})[node] = None
+    return found
+
+
+def _routings(capture: Capture, regions: Regions) -> list[_Routing]:
     found: dict[Node, _Routing] = {}
     for node in capture.graph.nodes:
-        if exchange_of(node) == "exchange_counts":
-            found[node] = _Routing(
-                arrived=node, to_experts=[], from_experts=[], products=[], others=[]
-            )
+        kind = exchange_of(node)
+        if kind is Kind.EXCHANGE_COUNTS:
+            found[node] = _Routing(arrived=node)
             continue
         for arrived in dict.fromkeys(map(root, node.all_input_nodes)):
             if arrived not in found or root(node) is arrived:
                 continue
-            routing, kind = found[arrived], exchange_of(node)
-            if kind == "exchange":
+            routing = found[arrived]
+            if kind is Kind.EXCHANGE:
                 routing.to_experts.append(node)
-            elif kind == "unexchange":
+            elif kind is Kind.UNEXCHANGE:
                 routing.from_experts.append(node)
             elif operator_name(node) in _EVEN:
                 routing.products.append(node)
             else:
                 routing.others.append(node)
+    for routing in found.values():
+        routing.inside = _inside(routing, regions)
     return list(found.values())
 
 
-def _inside(routing: _Routing, regions: Regions) -> set[RegionId]:
+def _inside(routing: _Routing, regions: Regions) -> tuple[RegionId, ...]:
     """The regions that work on the routing's rows."""
-    users = {u for node in routing.to_experts for u in node.users} | set(routing.products)
-    makers = {n for node in routing.from_experts for n in node.args[:1] if isinstance(n, Node)}
-    return {regions.of[n] for n in users | makers if n in regions.of and not exchange_of(n)}
+    nodes = [user for node in routing.to_experts for user in node.users]
+    nodes += routing.products
+    nodes += [n for node in routing.from_experts for n in node.args[:1] if isinstance(n, Node)]
+    return tuple(
+        dict.fromkeys(regions.of[n] for n in nodes if n in regions.of and exchange_of(n) is None)
+    )
+
+
+def _returned(capture: Capture) -> set[str | None]:
+    """The names of what a call gives back: outputs, and new values of buffers."""
+    return {o.node for o in capture.outputs} | set(capture.buffers.values())
 
 
 def _leaks(
-    capture: Capture, regions: Regions, mine: set[RegionId]
+    capture: Capture, regions: Regions, members: _Members, mine: Sequence[RegionId]
 ) -> list[tuple[RegionId, RegionId | str]]:
     """What leaves the forward of expert regions otherwise than by `combine`."""
-    found: dict[tuple[RegionId, RegionId | str], None] = {
-        (regions.of[node], regions.of[user]): None
-        for node in capture.graph.nodes
-        if regions.of.get(node) in mine and node not in regions.is_backward
-        for user in node.users
-        if user in regions.of and regions.of[user] not in mine and not exchange_of(user)
-        if user not in regions.is_backward
-    }
-    returned = {o.node for o in capture.outputs} | set(capture.buffers.values())
-    for node in capture.graph.nodes:
-        if node.name in returned and regions.of.get(node) in mine:
-            found[regions.of[node], "an output or a buffer"] = None
+    found: dict[tuple[RegionId, RegionId | str], None] = {}
+    returned = _returned(capture)
+    for region in mine:
+        for node in members[region]:
+            if node.name in returned:
+                found[region, "an output or a buffer"] = None
+            if node in regions.is_backward:
+                continue
+            for user in node.users:
+                home = regions.of.get(user, region)
+                if user not in regions.is_backward and home not in mine and not exchange_of(user):
+                    found[region, home] = None
     return list(found)
 
 
-def _check(capture: Capture, regions: Regions, routing: _Routing, wanted: Capacity) -> list[str]:
-    faults = []
-    inside = _inside(routing, regions)
-    for region in sorted(inside, key=str):
-        if not wanted.filter.matches(dict(region.tags)):
-            faults.append(
-                f"{region} ({regions.where.get(region, 'no source line')}) works on rows that "
-                f"experts take by {wanted.label}, but is not one of their regions\n"
-                "  hint  let only the expert region use what piper.moe.dispatch sends, and only "
-                "piper.moe.combine what comes back"
-            )
-    mine = {region for region in inside if wanted.filter.matches(dict(region.tags))}
+def _check(
+    capture: Capture, regions: Regions, members: _Members, routing: _Routing, wanted: Bound
+) -> list[str]:
+    def at(region: RegionId) -> str:
+        return f"{region} ({regions.where.get(region, 'no source line')})"
+
+    faults = [
+        f"{at(region)} works on rows that experts take by {wanted.label}, but is not one of their "
+        "regions\n  hint  let only the expert region use what piper.moe.dispatch sends, and only "
+        "piper.moe.combine what comes back"
+        for region in routing.inside
+        if not wanted.covers(region)
+    ]
+    mine = [region for region in routing.inside if wanted.covers(region)]
     faults += [
-        f"{region} ({regions.where.get(region, 'no source line')}) gives {other} a value that "
-        f"{COMES_BACK}"
-        for region, other in _leaks(capture, regions, mine)
+        f"{at(region)} gives {other} a value that {COMES_BACK}"
+        for region, other in _leaks(capture, regions, members, mine)
     ]
     faults += [
         f"{user_line(node)} {node} reads how many rows an expert gets, which is not known by "
         f"{wanted.label}\n  hint  read routing.counts outside of the expert region"
         for node in routing.others
-        if regions.of.get(node) in inside
+        if regions.of.get(node) in routing.inside
     ]
     return faults
 
 
-def _rewrite(capture: Capture, regions: Regions, routing: _Routing, capacity: int | float) -> None:
+def _rewrite(
+    capture: Capture, regions: Regions, members: _Members, routing: _Routing, capacity: Capacity
+) -> None:
     """Slots instead of rows. Nodes stay, and so do their names: only what they call changes."""
     arrived = routing.arrived
     counts = arrived.args[0]
@@ -182,7 +203,7 @@ def _rewrite(capture: Capture, regions: Regions, routing: _Routing, capacity: in
         assert isinstance(rows, Node)
         num_rows = rows.meta["val"].shape[0]
         node.target = slots.pad
-        node.args = (rows, counts, room(capacity, num_rows, experts))
+        node.args = (rows, counts, capacity.slots_per_expert(num_rows, experts))
     for node in routing.from_experts:
         num_rows = node.meta["val"].shape[0]
         node.target = slots.unpad
@@ -190,27 +211,25 @@ def _rewrite(capture: Capture, regions: Regions, routing: _Routing, capacity: in
     for node in routing.products:
         node.target = _EVEN[operator_name(node)]
         node.args = (*node.args[:2], experts)
-    rows_inside = {n.meta["val"].shape[0] for n in routing.from_experts}
-    inside = _inside(routing, regions)
-    for num_rows in rows_inside:
-        free_views(
-            capture.graph,
-            num_rows,
-            [n for n in capture.graph.nodes if regions.of.get(n) in inside],
-            lambda new, old: _adopt(new, old, regions),
-        )
-    results = {o.node for o in capture.outputs} | set(capture.buffers.values())
+
+    def adopt(new: Node, old: Node) -> None:
+        """A node made in the place of another."""
+        region = regions.of[new] = regions.of[old]
+        members[region].pop(old, None)
+        members[region][new] = None
+        if old in regions.is_backward:
+            regions.is_backward.add(new)
+
+    for num_rows in dict.fromkeys(n.meta["val"].shape[0] for n in routing.from_experts):
+        nodes = [node for region in routing.inside for node in members[region]]
+        free_views(capture.graph, num_rows, nodes, adopt)
+    results = _returned(capture)
     for node in (*list(arrived.users), arrived):
         if not node.users and node.name not in results:
-            regions.of.pop(node, None)
+            region = regions.of.pop(node, None)
+            if region is not None:
+                members[region].pop(node, None)
             capture.graph.erase_node(node)
-
-
-def _adopt(new: Node, old: Node, regions: Regions) -> None:
-    """A node made in the place of another."""
-    regions.of[new] = regions.of[old]
-    if old in regions.is_backward:
-        regions.is_backward.add(new)
 
 
 def _propagate(capture: Capture) -> list[str]:
@@ -225,11 +244,10 @@ def _propagate(capture: Capture) -> list[str]:
         old = node.meta.get("val")
         args, kwargs = map_arg(node.args, _value), map_arg(node.kwargs, _value)
         try:
-            with capture.mode, compat.quiet_fake_tensors():
+            with capture.mode, sizes_refused(node):
                 new = node.target(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # as they refuse sizes
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            return [f"{user_line(node)} {node}: {why}\n  hint  {ONLY_ROWS}"]
+        except Unfit as error:
+            return [f"{error}\n  hint  {ONLY_ROWS}"]
         node.meta["val"] = new
         node.meta.pop("tensor_meta", None)
         if old is None or _form(old) != _form(new):
@@ -250,7 +268,7 @@ def _form(value: Any) -> Any:
 def _mask(capture: Capture, regions: Regions, nodes: Sequence[Node]) -> None:
     """Leave padding out of experts' gradients where it might not vanish.
 
-    rewrite:   w = even_outer(x, y)   ->   w = even_outer(masked(x), masked(y))
+    rewrite:   w = even_outer(x, y)   ->   w = even_outer(masked(x), y), or masked(y), or both
                where masked(x) is x, and zeros in rows whose result has a gradient of zeros
 
     Such a row adds nothing to any gradient, padding or not; so nobody needs to tell the experts
@@ -267,12 +285,12 @@ def _mask(capture: Capture, regions: Regions, nodes: Sequence[Node]) -> None:
     for node in nodes:
         if node.target is not slots.even_outer:
             continue
-        for place in (0, 1):
-            value = node.args[place]
+        factors = node.args[:2]
+        x, y = (known.get(f, Padding.ANY) for f in factors if isinstance(f, Node))
+        for place in to_mask(x, y):
+            value = factors[place]
             assert isinstance(value, Node)
-            states = [known.get(n, Padding.ANY) for n in node.args[:2] if isinstance(n, Node)]
-            if not is_harmless(*states) and known.get(value) is not Padding.ZERO:
-                node.replace_input_with(value, masks.masked(value, node))
+            node.replace_input_with(value, masks.masked(value, node))
 
 
 class _Masks:
@@ -326,8 +344,7 @@ class _Masks:
         graph: fx.Graph = self._capture.graph
         with graph.inserting_before(before):
             node = graph.call_function(target, args)
-        kept = ("custom", "stack_trace")
-        node.meta = {k: v for k, v in before.meta.items() if k in kept}
+        node.meta = source_meta(before)
         with self._capture.mode:
             node.meta["val"] = target(*map_arg(args, _value))
         self._regions.of[node] = self._regions.of[before]

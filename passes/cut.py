@@ -20,8 +20,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from piper_dynamo.ir.alias import drop_dead, exchange_of, root
 from piper_dynamo.ir.chunk import runnable
 from piper_dynamo.ir.joint import Capture
-from piper_dynamo.ir.spec import TensorSpec, contiguous_stride
-from piper_dynamo.ir.task import RegionId
+from piper_dynamo.ir.spec import TensorSpec, contiguous_stride, source_meta
+from piper_dynamo.ir.task import Kind, RegionId
 from piper_dynamo.passes.regions import Regions
 
 
@@ -66,7 +66,7 @@ def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
             members[regions.of[node]].append(node)
     kept = {o.node for o in capture.outputs if o.node} | set(capture.buffers.values())
     # Exchanges at borders need the counts as a value of their own.
-    kept |= {n.name for n in capture.graph.nodes if exchange_of(n) == "exchange_counts"}
+    kept |= {n.name for n in capture.graph.nodes if exchange_of(n) is Kind.EXCHANGE_COUNTS}
     partials: dict[RegionId, list[Node]] = {region: [] for region in regions.order}
     early: set[Node] = set()
     for position, found in regions.partials.items():
@@ -99,7 +99,7 @@ def _make_borders_contiguous(capture: Capture, regions: Regions) -> None:
                 (node,),
                 {"memory_format": torch.contiguous_format},
             )
-        copy.meta = {k: v for k, v in node.meta.items() if k in ("custom", "stack_trace")}
+        copy.meta = source_meta(node)
         with capture.mode:
             copy.meta["val"] = torch.empty_strided(
                 value.shape, contiguous_stride(value.shape), dtype=value.dtype, device=value.device
@@ -127,8 +127,7 @@ def _own_partials(capture: Capture, regions: Regions) -> None:
                 continue
             with capture.graph.inserting_after(node):
                 copy = capture.graph.call_function(torch.ops.aten.clone.default, (node,))
-            kept = ("custom", "stack_trace", "val")
-            copy.meta = {k: v for k, v in node.meta.items() if k in kept}
+            copy.meta = {**source_meta(node), "val": node.meta["val"]}
             regions.of[copy] = region
             regions.is_backward.add(copy)
             found[region] = copy

@@ -24,7 +24,7 @@ from piper_dynamo.ir.graph import Border, Dag, border_of, producer
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.spec import TensorSpec, user_line
 from piper_dynamo.ir.task import Kind
-from piper_dynamo.passes.rows import ONLY_ROWS, free_views, mixing
+from piper_dynamo.passes.rows import ONLY_ROWS, Unfit, free_views, mixing, sizes_refused
 from piper_dynamo.passes.static import multiply_in_batches, share_experts, sort_by_expert
 
 
@@ -108,7 +108,7 @@ class Localizer:
                 multiply_in_batches(graph)
                 sort_by_expert(graph, *_arriving(node), size=size)
                 usual = _propagate(graph, [i.usual for i in inputs])
-        except _Unfit as error:
+        except Unfit as error:
             what = "be computed by several ranks" if size > 1 else "have a capacity"
             self.faults.append(f"{where} cannot {what}: {error}\n  hint  {ONLY_ROWS}")
             return None
@@ -150,7 +150,7 @@ class Localizer:
             assert seen is not None
             return seen
         border = source.meta["border"]
-        if border.kind == "exchange_counts":
+        if border.kind is Kind.EXCHANGE_COUNTS:
             spec = ops.block_spec(spec, size)
             return _Seen(usual=spec, other=spec)
         rows = 2 * spec.shape[0] + (border.experts or 1)
@@ -169,41 +169,35 @@ def _arriving(node: Node) -> tuple[dict[int, int], dict[int, int]]:
             inputs[place if is_first else place + late] = border.experts
     results: dict[int, int] = {}
     for value in node.users:
-        border = border_of(value, "unexchange")
+        border = border_of(value, Kind.UNEXCHANGE)
         if border is not None and border.experts is not None:
             results[int(str(value.args[1]))] = border.experts
     return inputs, results
 
 
 class _Propagation(FakeTensorProp):
-    """Knows which node it is at."""
-
-    node: Node | None = None
+    """Says which operator cannot take the sizes it is given."""
 
     def run_node(self, n: Node) -> Any:
         """Compute one node."""
-        self.node = n
-        return super().run_node(n)
-
-
-class _Unfit(Exception):
-    """A chunk's graph does not work with other sizes; the text says where."""
+        with sizes_refused(n):
+            return super().run_node(n)
 
 
 def _propagate(graph: fx.Graph, specs: Sequence[TensorSpec]) -> list[TensorSpec | None]:
-    """The outputs' specs for inputs of these; every node's value in `meta` is for them."""
+    """The outputs' specs for inputs of these; every node's value in `meta` is for them.
+
+    Raises:
+        Unfit: An operator cannot take these sizes.
+    """
     mode = compat.FakeTensorMode()
     with mode:
         values = [
             torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in specs
         ]
     prop = _Propagation(runnable(graph), mode)
-    try:
-        with compat.quiet_fake_tensors():
-            prop.propagate_dont_convert_inputs(*values)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # as operators refuse sizes
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise _Unfit(f"{user_line(prop.node)} {prop.node}: {why}") from error
+    prop.extra_traceback = False  # it would add to messages, and change the type of some errors
+    prop.propagate_dont_convert_inputs(*values)
     outputs = graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     return [spec_of(n) if isinstance(n, Node) else None for n in outputs]
@@ -230,7 +224,7 @@ def _check_rows(graph: fx.Graph, other: dict[Node, Any], rows: int) -> None:
         rows: The usual number.
 
     Raises:
-        _Unfit: One may not, or moves the rows to another dim.
+        Unfit: One may not, or moves the rows to another dim.
     """
 
     def changes(value: Any) -> bool:
@@ -246,4 +240,4 @@ def _check_rows(graph: fx.Graph, other: dict[Node, Any], rows: int) -> None:
             moved = usual[1:] != now[1:] or usual[0] != rows
             why = f"{node} moves the rows" if moved else ""
         if why:
-            raise _Unfit(f"{user_line(node)} {why}")
+            raise Unfit(f"{user_line(node)} {why}")

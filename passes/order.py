@@ -117,8 +117,9 @@ class Order:
                     if not matched:
                         missing.append(wanted)
                     found += matched
+                found = list(dict.fromkeys(found))  # several filters may match one task
                 if found:
-                    groups.append(list(dict.fromkeys(found)))
+                    groups.append(found)
                 if len(group) > 1:
                     for node in found:
                         grouped.setdefault(node, []).append((number, len(groups)))

@@ -78,6 +78,7 @@ def _has_number(node: Node) -> bool:
     return any(isinstance(a, int | float) for a in node.args[:2])
 
 
-def is_harmless(x: Padding, y: Padding) -> bool:
-    """Whether padding adds nothing to x^T @ y."""
-    return max(x, y) is not Padding.ANY and min(x, y) is Padding.ZERO
+def to_mask(x: Padding, y: Padding) -> tuple[int, ...]:
+    """Which factors of x^T @ y must be made zeros in padding, for it to add nothing; the fewest."""
+    found = tuple(place for place, one in enumerate((x, y)) if one is Padding.ANY)
+    return found if found or Padding.ZERO in (x, y) else (0,)

@@ -75,7 +75,8 @@ class Replicate:
                    else a block of each rank's experts
                loss     ->  all_reduce([loss])
     requires:  tasks are placed; each holder has a gradient of its own (tie); a region on several
-        ranks is matched by one Replicate; regions that share a parameter agree on how
+        ranks is matched by one Replicate, or all it holds are experts without copies; regions that
+        share a parameter agree on how
     keeps:     values up to summation order, of one process on all replicas' data, where the loss
         weights count the replicas
     """
@@ -99,9 +100,9 @@ class Replicate:
             raise PiperPlanError(join_faults("the replication is not possible", faults))
         for bucket in buckets:
             for position in bucket.positions:
-                dag.layouts[position, bucket.devices] = bucket.layout(
-                    dag.args[position].spec, sync=self._sync
-                )
+                spec = dag.args[position].spec
+                assert spec is not None
+                dag.layouts[position, bucket.devices] = bucket.layout(spec, sync=self._sync)
             for position in bucket.experts:
                 layout = dag.layouts[position, bucket.devices]
                 dag.layouts[position, bucket.devices] = bucket.expert_layout(
@@ -134,7 +135,7 @@ class Replicate:
                 labels = " and ".join(r.label for r in mine)
                 faults.append(f"{region} is replicated twice: {labels}")
             if len(mine) != 1:
-                continue  # the place pass has refused what nobody replicates
+                continue  # `_unsummed` looks at those that nobody replicates
             (one,) = mine
             if not one.covers(devices):
                 faults.append(
@@ -171,7 +172,32 @@ class Replicate:
                     for p in positions
                     if not dag.args[p].spec.is_contiguous  # type: ignore[union-attr]
                 ]
+        for region, read in readers.items():
+            if not any(r.filter.matches(_tags(region)) for r in self._replications):
+                left = [position for position in read if position not in home]
+                faults += _unsummed(dag, devices, region, left)
         return found
+
+
+def _unsummed(dag: Dag, devices: Devices, region: RegionId, positions: Sequence[int]) -> list[str]:
+    """Parameters of a region without a Replicate whose gradients nobody would sum.
+
+    Legal iff  each that gets a gradient is split by experts, and no two ranks have the same ones
+    """
+    trained = {int(key) for key in results_of(dag.graph)["grads"]}
+    odd = []
+    for position in positions:
+        layout = dag.layouts.get((position, devices))
+        if position in trained and (layout is None or copy_groups(layout.expert_groups)):
+            odd.append(repr(dag.args[position].name))
+    if not odd:
+        return []
+    return [
+        f"ranks {devices} hold copies of {region}'s parameters ({', '.join(odd)}) and nobody sums "
+        f"their gradients ({dag.regions[region] or 'no source line'})\n"
+        f"  hint  add piper.Replicate({_tags(region)}, axes=...), with all axes along which the "
+        "ranks differ"
+    ]
 
 
 def _how(one: Replication) -> tuple[Any, ...]:
@@ -196,32 +222,29 @@ class _Bucket:
     experts: tuple[int, ...]
     how: Replication
 
-    def layout(self, spec: TensorSpec | None, *, sync: bool) -> Layout:
+    def layout(self, spec: TensorSpec, *, sync: bool) -> Layout:
+        """How the ranks hold a parameter that they all use whole."""
         groups = self.how.shard_groups(self.devices)
-        is_number = spec is not None and not spec.shape
-        sharded = self.how.zero > 0 and len(groups[0]) > 1 and not is_number
-        keep = self.how.keep if self.how.zero == 3 else "step"
-        return Layout(
-            bucket=str(self.region),
-            shard_groups=groups if sharded else (),
-            stream=self.how.gather_stream,
-            prefetch=self.how.prefetch,
-            keep=keep,
-            reduced=sync or self.how.zero >= 2,
-            where=self.how.label,
-        )
+        is_sharded = self.how.zero > 0 and len(groups[0]) > 1 and bool(spec.shape)
+        return self._layout(str(self.region), groups if is_sharded else (), sync=sync)
 
     def expert_layout(self, found: Layout, *, sync: bool) -> Layout:
         """The layout of experts, as `shard` found it, with what this directive adds."""
         shards = self.expert_shards(found)
         if not shards:
             return replace(found, reduced=sync)
-        whole = self.layout(None, sync=sync)
-        return replace(
-            whole,
-            bucket=f"{self.region}.experts",
-            expert_groups=found.expert_groups,
+        made = self._layout(f"{self.region}.experts", shards, sync=sync)
+        return replace(made, expert_groups=found.expert_groups)
+
+    def _layout(self, name: str, shards: Groups, *, sync: bool) -> Layout:
+        return Layout(
+            bucket=name,
             shard_groups=shards,
+            stream=self.how.gather_stream,
+            prefetch=self.how.prefetch,
+            keep=self.how.keep if self.how.zero == 3 else "step",
+            reduced=sync or self.how.zero >= 2,
+            where=self.how.label,
         )
 
     def expert_shards(self, found: Layout) -> Groups | None:
@@ -435,6 +458,15 @@ def _reduce_loss(dag: Dag, buckets: list[_Bucket]) -> None:
     task = task_of(producer(loss))
     stream = next((b.how.reduce_stream for b in buckets if b.devices == task.devices), None)
     if stream is None:
+        if len(task.devices) > 1:
+            raise PiperPlanError(
+                format_error(
+                    f"ranks {task.devices} each make the loss of their own data, and no directive "
+                    "says that it is the mean of theirs",
+                    {"made by": task.where or "no source line"},
+                    hint="add piper.Replicate(...) for the region that makes the loss",
+                )
+            )
         return
     with dag.graph.inserting_after(loss):
         (total,) = collective(

@@ -7,14 +7,17 @@ Signature: a node and which of its operands are rows -> why it may not be there,
 -> the same for any number of rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tag, fx, ops
 from torch._ops import OpOverload
 from torch.fx.node import Node
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.ir.alias import is_random, operator_name
+from piper_dynamo.ir.spec import source_meta, user_line
 
 aten = ops.aten
 ONLY_ROWS = (
@@ -43,6 +46,27 @@ _KEEPS_ROWS = frozenset(
 )
 _BY_EXPERT = frozenset(("grouped_mm", "grouped_outer", "even_mm", "even_outer", "getitem"))
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+
+
+class Unfit(Exception):
+    """A graph does not work with other sizes; the text says where, and why."""
+
+
+@contextmanager
+def sizes_refused(node: Node) -> Iterator[None]:
+    """What an operator raises because it cannot take the sizes it is given becomes `Unfit`.
+
+    Operators alone refuse sizes, and never by a TypeError: whatever else is raised is a mistake of
+    ours, and passes as it is.
+    """
+    try:
+        with compat.quiet_fake_tensors():
+            yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not isinstance(node.target, OpOverload):
+            raise
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise Unfit(f"{user_line(node)} {node}: {why}") from error
 
 
 def mixing(node: Node, is_rows: Callable[[Any], bool], dims: int) -> str:
@@ -137,7 +161,7 @@ def _pad_instead(graph: fx.Graph, node: Node, made: Callable[[Node, Node], None]
             aten.constant_pad_nd.default, (part, [*before, first, size - last])
         )
     for new in (padded,) if is_slice else (part, padded):
-        new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "custom")}
+        new.meta = source_meta(node)
         made(new, node)
     padded.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(padded)

@@ -12,7 +12,7 @@ parameter.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, assert_never
 
 from torch.fx.node import Node
 
@@ -30,7 +30,7 @@ from piper_dynamo.ir.graph import (
     safe,
     task_of,
 )
-from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.program import Groups
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
@@ -78,6 +78,11 @@ class _Expert:
         return len(self.groups[0])
 
     @property
+    def shares(self) -> Groups:
+        """Its groups by place among its devices: alike, these hold the same experts anywhere."""
+        return tuple(tuple(self.devices.index(rank) for rank in group) for group in self.groups)
+
+    @property
     def where(self) -> str:
         return f"{task_of(self.node).name} ({task_of(self.node).where or 'no source line'})"
 
@@ -105,8 +110,8 @@ class Shard:
             return
         faults = region_misses(self._shardings, dag)
         experts = self._find(dag, faults)
-        if not faults:  # one microbatch stands for all
-            alike = {str(one.node.target): one for one in reversed(experts.values())}
+        if not faults:  # one microbatch stands for all on the same ranks
+            alike = {(str(o.node.target), o.devices): o for o in reversed(experts.values())}
             given = _returned(dag)
             faults += [f for one in alike.values() for f in _check(dag, one, experts, given)]
         if not faults:
@@ -151,15 +156,14 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[N
     faults = []
     phase = one.node.meta["phase"]
     inputs = phase.chunk.graph.find_nodes(op="placeholder")
-    size = one.size
     for source, inside in _with_placeholders(one.node, inputs):
         made = producer(source).meta.get("task")
         whole = source.args[0] if made is not None and made.kind is Kind.SLICE else source
         assert isinstance(whole, Node)
         position = whole.meta.get("arg")
         if position is not None:
-            faults += _check_argument(dag, one, dag.args[position], inside, size)
-            if size > 1:
+            faults += _check_argument(one, dag.args[position], inside)
+            if one.size > 1:
                 faults += _check_other_uses(dag, one, source, experts)
         elif source.op == "placeholder":
             faults.append(
@@ -169,7 +173,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[N
         elif producer(source) in experts:
             if experts[producer(source)].groups != one.groups:
                 faults.append(f"{one.where} reads {source.name}, which is sharded in another way")
-        elif not (border_of(source, "exchange") or border_of(source, "exchange_counts")):
+        elif not (border_of(source, Kind.EXCHANGE) or border_of(source, Kind.EXCHANGE_COUNTS)):
             made = task_of(producer(source)).name
             faults.append(
                 f"{one.where} reads a value of {made} that piper.moe.dispatch did not send there: "
@@ -178,7 +182,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[N
             )
     for value in one.node.users:
         outside = [u for u in value.users if _is_other_task(u, experts)]
-        if outside and not border_of(value, "unexchange"):
+        if outside and not border_of(value, Kind.UNEXCHANGE):
             faults.append(f"{one.where} gives {task_of(outside[0]).name} a value that {COMES_BACK}")
         if value in returned or any(_is_joined(user) for user in value.users):
             faults.append(f"{one.where} gives an output or a buffer a value that {COMES_BACK}")
@@ -214,14 +218,32 @@ def _with_placeholders(node: Node, inputs: Sequence[Node]) -> list[tuple[Node, N
     return [(s, p) for s, p in zip(sources, placeholders, strict=True) if isinstance(s, Node)]
 
 
-def _check_argument(dag: Dag, one: _Expert, arg: Any, inside: Node, size: int) -> list[str]:
-    if arg.kind is ArgKind.DATA:
-        return [
-            f"{one.where} reads the batch's {arg.name!r}, whose rows are not those of its tokens\n"
-            "  hint  give what experts need to piper.moe.dispatch"
-        ]
-    if arg.kind is not ArgKind.PARAMETER:
-        return []
+def _check_argument(one: _Expert, arg: Arg, inside: Node) -> list[str]:
+    """What an expert region may read of the call's arguments; `inside` is its placeholder there."""
+    match arg.kind:
+        case ArgKind.DATA:
+            return [
+                f"{one.where} reads the batch's {arg.name!r}, whose rows are not those of its "
+                "tokens\n  hint  give what experts need to piper.moe.dispatch"
+            ]
+        case ArgKind.BUFFER:
+            if one.size == 1 or not _is_matrix_somewhere(inside):
+                return []
+            return [
+                f"{one.where} multiplies by buffer {arg.name!r} expert by expert, but only "
+                f"parameters are split by experts ({one.how.label}): each rank has all of it\n"
+                "  hint  make it a parameter; one with requires_grad=False is not trained"
+            ]
+        case ArgKind.NUMBER:
+            return []
+        case ArgKind.PARAMETER:
+            return _check_matrix(one, arg, inside)
+        case _:
+            assert_never(arg.kind)
+
+
+def _check_matrix(one: _Expert, arg: Arg, inside: Node) -> list[str]:
+    """A parameter is a matrix for each expert, and ranks divide them."""
     if not _is_matrix_only(inside):
         return [
             f"{one.where} uses parameter {arg.name!r} otherwise than as a weight of "
@@ -229,10 +251,12 @@ def _check_argument(dag: Dag, one: _Expert, arg: Any, inside: Node, size: int) -
             "  hint  a weight must be the parameter itself, [E, d, h] in the rows' dtype; use "
             "others outside of the expert region"
         ]
-    if arg.spec.shape[0] % size:
-        divisors = [d for d in range(1, arg.spec.shape[0] + 1) if arg.spec.shape[0] % d == 0]
+    assert arg.spec is not None
+    experts, size = arg.spec.shape[0], one.size
+    if experts % size:
+        divisors = [d for d in range(1, experts + 1) if experts % d == 0]
         return [
-            f"parameter {arg.name!r} has {arg.spec.shape[0]} experts, which {size} ranks do not "
+            f"parameter {arg.name!r} has {experts} experts, which {size} ranks do not "
             f"divide ({one.how.label})\n  hint  numbers that do: {divisors}"
         ]
     return []
@@ -241,31 +265,44 @@ def _check_argument(dag: Dag, one: _Expert, arg: Any, inside: Node, size: int) -
 def _check_other_uses(
     dag: Dag, one: _Expert, source: Node, experts: dict[Node, _Expert]
 ) -> list[str]:
-    """A rank has its own experts only: nobody else may ask for all of them."""
+    """A rank has its own experts only: nobody, on whatever ranks, may ask for all of them.
+
+    Legal iff  every task that reads the parameter is in an expert region, and these are split alike
+    """
     arg = dag.args[source.meta["arg"]] if "arg" in source.meta else None
     if arg is None or arg.kind is not ArgKind.PARAMETER:
         return []
     others = [
-        str(task_of(user).name)
+        user
         for user in source.users
-        if (_is_other_task(user, experts) and task_of(user).devices == one.devices)
-        or (user in experts and experts[user].groups != one.groups and user < one.node)
+        if _is_other_task(user, experts) or (user in experts and experts[user].shares != one.shares)
     ]
     if not others:
         return []
+    other = task_of(others[0])
     return [
-        f"parameter {arg.name!r} of {one.where} is used by {others[0]} too, where all experts "
-        "would be needed\n  hint  use it in expert regions alone, all of them sharded alike"
+        f"parameter {arg.name!r} of {one.where} is used by {other.name} on ranks {other.devices} "
+        f"too ({other.where or 'no source line'}), where all experts, or others, would be needed\n"
+        "  hint  use it in expert regions alone, all of them sharded alike"
     ]
+
+
+def _is_product(node: Node) -> bool:
+    return operator_name(node) in ("grouped_mm", "even_mm")
 
 
 def _is_matrix_only(node: Node) -> bool:
     return all(
-        (
-            operator_name(user) in ("grouped_mm", "even_mm")
-            and node not in (user.args[0], user.args[2])
-        )
+        (_is_product(user) and node not in (user.args[0], user.args[2]))
         or (_keeps_first_dim(user) and _is_matrix_only(user))
+        for user in node.users
+    )
+
+
+def _is_matrix_somewhere(node: Node) -> bool:
+    return any(
+        (_is_product(user) and node is user.args[1])
+        or (_keeps_first_dim(user) and _is_matrix_somewhere(user))
         for user in node.users
     )
 
@@ -286,7 +323,7 @@ class _Exchanges:
         self._asked = {
             (border.routing, _microbatch(node)): node
             for node in dag.graph.nodes
-            if (border := border_of(node, "exchange_counts"))
+            if (border := border_of(node, Kind.EXCHANGE_COUNTS))
         }
         # By the name of a routing's counts, the microbatch, and the ranks: what the exchange gives.
         self._counts: dict[tuple[str, int | None, Groups], tuple[Node, Node]] = {}
@@ -300,7 +337,7 @@ class _Exchanges:
                 if "border" in source.meta and producer(source) not in self._experts:
                     one = self._experts[node]
                     entering.setdefault((source, one.groups), []).append(one)
-        counts = {k: v for k, v in entering.items() if border_of(k[0], "exchange_counts")}
+        counts = {k: v for k, v in entering.items() if border_of(k[0], Kind.EXCHANGE_COUNTS)}
         for (value, _), users in counts.items():
             self._exchange_counts(value, users)
         for (value, groups), users in entering.items():

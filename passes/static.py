@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, Node
 
+from piper_dynamo.ir.spec import source_meta
 from piper_dynamo.moe import slots
 
 aten = torch.ops.aten
@@ -60,14 +61,22 @@ def _turned(graph: fx.Graph, value: Node, first: int, second: int) -> Node:
         return value
     shape = list(value.meta["val"].shape)
     apart = [first, second, shape[0] // first // second, *shape[1:]]
-    opened = graph.call_function(aten.view.default, (value, apart))
-    turned = graph.call_function(aten.transpose.int, (opened, 0, 1))
-    return graph.call_function(aten.view.default, (_dense(graph, turned), shape))
+    opened = _add(graph, value, aten.view.default, value, apart)
+    turned = _add(graph, value, aten.transpose.int, opened, 0, 1)
+    return _add(graph, value, aten.view.default, _dense(graph, turned), shape)
+
+
+def _add(graph: fx.Graph, origin: Node, target: Any, *args: Argument) -> Node:
+    """A node that works for another, with its tags and line."""
+    node = graph.call_function(target, args)
+    node.meta = source_meta(origin)
+    return node
 
 
 def _dense(graph: fx.Graph, value: Node) -> Node:
-    order: dict[str, Argument] = {"memory_format": torch.contiguous_format}
-    return graph.call_function(aten.clone.default, (value,), order)
+    node = _add(graph, value, aten.clone.default, value)
+    node.kwargs = {"memory_format": torch.contiguous_format}
+    return node
 
 
 def multiply_in_batches(graph: fx.Graph) -> None:
@@ -82,26 +91,24 @@ def multiply_in_batches(graph: fx.Graph) -> None:
             continue
         first, second, experts = node.args
         with graph.inserting_before(node):
-            x = _by_expert(graph, first, experts)
+            x = _by_expert(graph, node, first, experts)
             if node.target is slots.even_mm:
-                product = graph.call_function(aten.bmm.default, (x, second))
+                product = _add(graph, node, aten.bmm.default, x, second)
                 shape = list(node.meta["val"].shape)
-                new = graph.call_function(aten.view.default, (product, shape))
+                new = _add(graph, node, aten.view.default, product, shape)
             else:
-                y = _by_expert(graph, second, experts)
-                turned = graph.call_function(aten.transpose.int, (x, 1, 2))
-                new = product = graph.call_function(aten.bmm.default, (turned, y))
-        for made in (x, product, new):
-            made.meta = {k: v for k, v in node.meta.items() if k in ("custom", "stack_trace")}
+                y = _by_expert(graph, node, second, experts)
+                turned = _add(graph, node, aten.transpose.int, x, 1, 2)
+                new = _add(graph, node, aten.bmm.default, turned, y)
         new.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
 
-def _by_expert(graph: fx.Graph, rows: Any, experts: Any) -> Node:
-    """[E * c, d] -> [E, c, d]."""
+def _by_expert(graph: fx.Graph, product: Node, rows: Any, experts: Any) -> Node:
+    """[E * c, d] -> [E, c, d], for a product."""
     count, width = rows.meta["val"].shape
     shape = [experts, count // int(str(experts)), width]
     if not rows.meta["val"].is_contiguous():
         rows = _dense(graph, rows)
-    return graph.call_function(aten.view.default, (rows, shape))
+    return _add(graph, product, aten.view.default, rows, shape)

@@ -33,9 +33,9 @@ from piper_dynamo.lowering.memory import free_dead, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
 from piper_dynamo.lowering.sums import add_in_chunks
-from piper_dynamo.moe.capacity import written
+from piper_dynamo.moe.capacity import Capacity
 from piper_dynamo.passes.build import build
-from piper_dynamo.passes.capacity import Capacity, set_capacities
+from piper_dynamo.passes.capacity import Bound, set_capacities
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
 from piper_dynamo.passes.gather import Gather
@@ -261,7 +261,7 @@ def template_of(  # noqa: PLR0913
     training: bool,
     paths: Mapping[int, str] | None = None,
     cuts: Cuts | None = None,
-    capacities: tuple[Capacity, ...] = (),
+    capacities: tuple[Bound, ...] = (),
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
 
@@ -380,10 +380,14 @@ def shardings(strategy: Strategy) -> list[Sharding]:
     ]
 
 
-def capacities_of(strategy: Strategy) -> tuple[Capacity, ...]:
+def capacities_of(strategy: Strategy) -> tuple[Bound, ...]:
     """Which of the strategy's Shards bound what an expert takes, and to how many rows."""
     return tuple(
-        Capacity(filter=one.filter, most=written(one.capacity), label=f"{one!r} at {one.where}")
+        Bound(
+            filter=one.filter,
+            capacity=Capacity.of(one.capacity),
+            label=f"{one!r} at {one.where}",
+        )
         for one in strategy.of(ShardDirective)
         if one.capacity is not None
     )

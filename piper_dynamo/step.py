@@ -27,7 +27,7 @@ from piper_dynamo.errors import (
     format_error,
 )
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.program import RankProgram
+from piper_dynamo.ir.program import Op, RankProgram
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.emulate import emulated_chunk
@@ -412,7 +412,7 @@ class CompiledStep:
         group = plan.group(comm.rank)
         if len(group) > 1:
             mine = torch.tensor([total], dtype=torch.float64)
-            handle = comm.start_collective("all_reduce", [mine], (STATE, group), [mine])
+            handle = comm.start_collective(Op.ALL_REDUCE, [mine], (STATE, group), [mine])
             total = comm.wait_all(handle)[0].item()
         if total == 0:
             return [0.0] * count

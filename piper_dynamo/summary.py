@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.ops import block_spec
-from piper_dynamo.ir.program import REDUCTIONS, Instr, Op, RankProgram
+from piper_dynamo.ir.program import REDUCTIONS, ROW_EXCHANGES, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.ir.task import RegionId, TaskName
 
@@ -21,7 +21,6 @@ NONE = "-"
 _ALWAYS = ("rank", "regions", "tasks", "step peak")
 # Of the step itself: the loss is a number, and its reduction says nothing of a strategy.
 _LOSS = "loss"
-_ROWS = frozenset({Op.EXCHANGE, Op.UNEXCHANGE})
 
 
 def summarize(
@@ -90,7 +89,7 @@ def _row(program: RankProgram, args: Sequence[Arg]) -> dict[str, str]:
         "buffers": _bytes(sum(spec.nbytes for spec in buffers if spec is not None)),
         "tasks": str(len(runs)),
         "sends": _traffic([i.spec.nbytes for i in program.instrs if i.op is Op.SEND and i.spec]),
-        "exchanges": _traffic([_moved(i) for i in program.instrs if i.op in _ROWS]),
+        "exchanges": _traffic([_moved(i) for i in program.instrs if i.op in ROW_EXCHANGES]),
         "gathers": _traffic([_moved(i) for i in program.instrs if i.op is Op.ALL_GATHER]),
         "reductions": _traffic([_moved(i) for i in program.instrs if _is_reduction(i)]),
         "step peak": show_bytes(program.peak_bytes),

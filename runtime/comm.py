@@ -17,7 +17,7 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperTimeoutError
-from piper_dynamo.ir.program import EXCHANGES, Group, copy_groups
+from piper_dynamo.ir.program import EXCHANGES, Group, Op, copy_groups
 from piper_dynamo.runtime.exchange import pack
 
 POLL_S = 0.002
@@ -57,9 +57,9 @@ class Communicator(Protocol):
         """Wait until a sent value has left."""
 
     def start_collective(
-        self, name: str, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
+        self, op: Op, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
     ) -> Any:
-        """Start the collective `name`, with a result shaped like `likes[i]` for value i; a handle.
+        """Start a collective, with a result shaped like `likes[i]` for value i; a handle.
 
         An all-reduce gives its values' own memory. Exchanges of rows give as many as come
         (`exchange.py`).
@@ -134,38 +134,38 @@ class TorchCommunicator:
         self._finish(work)
 
     def start_collective(
-        self, name: str, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
+        self, op: Op, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
     ) -> Any:
         """See `Communicator`."""
         members = self._groups[group]
         size = len(group[1])
-        if name in EXCHANGES:
-            parcel = pack(name, values, size)
-            room = parcel.room()
+        if op in EXCHANGES:
+            parcel = pack(op, values, size)
+            room = parcel.empty_receive_buffer()
             work = dist.all_to_all_single(
                 room, parcel.value, parcel.received, parcel.sent, group=members, async_op=True
             )
             # What is sent must live until the work is done.
             return [work], [room], lambda come: parcel.unpack(come[0])
         pairs = [
-            self._start_one(name, value, members, size, like)
+            self._start_one(op, value, members, size, like)
             for value, like in zip(values, likes, strict=True)
         ]
         return [work for work, _ in pairs], [result for _, result in pairs], list
 
     def _start_one(
-        self, name: str, value: Tensor, members: Any, size: int, like: Any
+        self, op: Op, value: Tensor, members: Any, size: int, like: Any
     ) -> tuple[Any, Tensor]:
         if not value.numel():
             return None, value.new_zeros(like.shape)
-        if name == "all_reduce":
+        if op is Op.ALL_REDUCE:
             return dist.all_reduce(value, group=members, async_op=True), value
-        if name == "all_gather":
+        if op is Op.ALL_GATHER:
             whole = value.new_empty((size * value.shape[0], *value.shape[1:]))
             work = compat.all_gather_single(whole, value, group=members, async_op=True)
             return work, whole.narrow(0, 0, like.shape[0])
         result = value.new_empty(like.shape)
-        if name == "reduce_scatter":
+        if op is Op.REDUCE_SCATTER:
             value = with_rows(value, size * like.shape[0])
             return compat.reduce_scatter_single(result, value, group=members, async_op=True), result
         return dist.all_to_all_single(result, value, group=members, async_op=True), result

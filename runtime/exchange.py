@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from piper_dynamo.errors import PiperRuntimeError
+from piper_dynamo.ir.program import EXCHANGES, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +48,16 @@ class Parcel:
     received: list[int]
     unpack: Callable[[Tensor], list[Any]]
 
-    def room(self) -> Tensor:
+    def empty_receive_buffer(self) -> Tensor:
         """Memory for what comes."""
         return self.value.new_empty((sum(self.received), *self.value.shape[1:]))
 
 
-def pack(name: str, values: Sequence[Any], size: int) -> Parcel:
+def pack(op: Op, values: Sequence[Any], size: int) -> Parcel:
     """What an exchange sends.
 
     Args:
-        name: "exchange_counts", "exchange" or "unexchange".
+        op: EXCHANGE_COUNTS, EXCHANGE or UNEXCHANGE.
         values: The counts of all experts [E]; or rows [r, ...] and their splits; or rows alone,
             which are exchanged evenly.
         size: Ranks in the group.
@@ -64,7 +65,8 @@ def pack(name: str, values: Sequence[Any], size: int) -> Parcel:
     Raises:
         PiperRuntimeError: There are not as many rows as were counted, or as divide.
     """
-    if name == "exchange_counts":
+    assert op in EXCHANGES, f"{op} exchanges no rows"
+    if op is Op.EXCHANGE_COUNTS:
         (counts,) = values
         share = counts.shape[0] // size
         even = [share] * size
@@ -77,10 +79,10 @@ def pack(name: str, values: Sequence[Any], size: int) -> Parcel:
     if len(values) == 1:
         return _even(values[0], size)
     rows, splits = values
-    told = sum(splits.sent if name == "exchange" else splits.received)
+    told = sum(splits.sent if op is Op.EXCHANGE else splits.received)
     if rows.shape[0] != told:
         raise PiperRuntimeError(f"{rows.shape[0]} rows are to be sent, but {told} were counted")
-    if name == "exchange":
+    if op is Op.EXCHANGE:
         return Parcel(
             value=rows.contiguous(),
             sent=splits.sent,

@@ -113,7 +113,7 @@ class Runtime:
         self.drain = comm.drain
         # rt.all_gather([values], group, [likes]) and so on start a collective and give its handle.
         for op in COLLECTIVES:
-            setattr(self, op.value, functools.partial(comm.start_collective, op.value))
+            setattr(self, op.value, functools.partial(comm.start_collective, op))
 
     def slice(self, batch: Tensor, dim: int | None, part: int, parts: int) -> Tensor:
         """One microbatch of an input, contiguous; of a stack where `dim` is None."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
-from piper_dynamo.ir.program import EXCHANGES, Group
+from piper_dynamo.ir.program import EXCHANGES, Group, Op
 from piper_dynamo.runtime.comm import with_rows
 from piper_dynamo.runtime.exchange import Parcel, pack
 
@@ -193,7 +193,7 @@ class LocalCommunicator:
         )
 
     def start_collective(
-        self, name: str, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
+        self, op: Op, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
     ) -> Any:
         """See `Communicator`."""
         number = self._meeting.get(group, 0)
@@ -201,35 +201,35 @@ class LocalCommunicator:
         key = (group, number)
         mine: list[Any] = list(values)
         sent: list[Tensor] = mine
-        if name in EXCHANGES:
-            parcel = pack(name, values, len(group[1]))
+        if op in EXCHANGES:
+            parcel = pack(op, values, len(group[1]))
             mine, sent = [parcel], list(torch.split(parcel.value, parcel.sent))
         self.world.meetings.setdefault(key, {})[self.rank] = [v.detach().clone() for v in sent]
-        return key, name, mine, list(likes)
+        return key, op, mine, list(likes)
 
     def wait_all(self, handle: Any) -> list[Tensor]:
         """See `Communicator`."""
-        key, name, mine, likes = handle
+        key, op, mine, likes = handle
         (stream, members), _ = key
         parts = self.world.meetings[key]
         self.world.block(
             self.rank,
             lambda: len(parts) == len(members),
-            f"{name} of ranks {members} on stream {stream!r} "
+            f"{op} of ranks {members} on stream {stream!r} "
             f"(missing: {[m for m in members if m not in parts]})",
         )
         place = members.index(self.rank)
-        if name in EXCHANGES:
+        if op in EXCHANGES:
             results: list[Any] = mine[0].unpack(_arrived(parts, members, place, mine[0]))
         else:
             results = [
-                _collective(name, [parts[m][i] for m in members], place, like)
+                _collective(op, [parts[m][i] for m in members], place, like)
                 for i, like in enumerate(likes)
             ]
         self.world.left[key] = self.world.left.get(key, 0) + 1
         if self.world.left[key] == len(members):
             del self.world.meetings[key], self.world.left[key]
-        if name != "all_reduce":
+        if op is not Op.ALL_REDUCE:
             return results
         return [value.copy_(result) for value, result in zip(mine, results, strict=True)]
 
@@ -239,7 +239,7 @@ class LocalCommunicator:
     def reduce_now(self, value: Tensor) -> Tensor:
         """See `Communicator`."""
         everyone = ("now", tuple(range(self.world_size)))
-        handle = self.start_collective("all_reduce", [value.clone()], everyone, [value])
+        handle = self.start_collective(Op.ALL_REDUCE, [value.clone()], everyone, [value])
         return self.wait_all(handle)[0]
 
     def publish(self, key: str, text: str) -> None:
@@ -279,18 +279,18 @@ def _arrived(
     return torch.cat(come)
 
 
-def _collective(name: str, parts: list[Tensor], place: int, like: Any) -> Tensor:
-    if name == "all_gather":
+def _collective(op: Op, parts: list[Tensor], place: int, like: Any) -> Tensor:
+    if op is Op.ALL_GATHER:
         result = torch.cat(parts).narrow(0, 0, like.shape[0])
-    elif name == "all_to_all":
+    elif op is Op.ALL_TO_ALL:
         result = torch.cat([part.chunk(len(parts))[place] for part in parts])
     else:
         result = parts[0].clone()
         for part in parts[1:]:
             result += part
-        if name == "reduce_scatter":
+        if op is Op.REDUCE_SCATTER:
             rows = like.shape[0]
             result = with_rows(result, rows * len(parts)).narrow(0, place * rows, rows).clone()
     if tuple(result.shape) != tuple(like.shape):
-        raise PiperRuntimeError(f"{name}: got {tuple(result.shape)}, expected {tuple(like.shape)}")
+        raise PiperRuntimeError(f"{op}: got {tuple(result.shape)}, expected {tuple(like.shape)}")
     return result

@@ -238,13 +238,6 @@ def test_experts_keep_whole_where_their_copies_are_not_among_the_shard_axes() ->
     assert {names[p].split(".")[0] for p, _ in program.shards} == {"gate"}
 
 
-def test_control_blocks_of_experts_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof misses the ranks that hold the same experts."""
-    monkeypatch.setattr(replicate, "_reduce_experts", lambda *args, **named: None)
-    with pytest.raises(piper.PiperPlanError, match="not reduced over ranks"):
-        piper.plan(experts.Mixture(1), experts.copies(2, QUAD, "gpipe", zero=1), rows(12, 0), 4)
-
-
 class Checkpointed(Mixture):
     """Every mixture is computed again in the backward, its exchanges are not."""
 
@@ -376,10 +369,12 @@ def test_control_rows_in_the_order_they_arrive(monkeypatch: pytest.MonkeyPatch) 
     fails(experts.strategy(PAIR, 2, "gpipe"), PAIR)
 
 
-def test_control_copies_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_control_copies_not_summed(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof misses the ranks that hold the same experts, whole ones or blocks."""
     monkeypatch.setattr(replicate, "_reduce_experts", lambda *args, **named: None)
     with pytest.raises(piper.PiperPlanError, match="not reduced over ranks"):
-        experts.check(experts.copies(2, QUAD, "gpipe"), QUAD, size=2)
+        piper.plan(Mixture(1), experts.copies(2, QUAD, "gpipe", zero=zero), rows(12, 0), 4)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
@@ -415,9 +410,9 @@ def test_emulated_devices_exchange_even_rows(monkeypatch: pytest.MonkeyPatch) ->
     sent: list[list[int]] = []
     real = exchange.pack
 
-    def watched(name: str, values: Any, size: int) -> exchange.Parcel:
-        found = real(name, values, size)
-        if name != "exchange_counts":
+    def watched(op: Op, values: Any, size: int) -> exchange.Parcel:
+        found = real(op, values, size)
+        if op is not Op.EXCHANGE_COUNTS:
             sent.append(found.sent)
         return found
 

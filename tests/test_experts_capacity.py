@@ -11,9 +11,8 @@ import piper_dynamo as piper
 from piper_dynamo import planning
 from piper_dynamo.ir.program import EXCHANGES, Op
 from piper_dynamo.moe import slots
-from piper_dynamo.moe.capacity import room
+from piper_dynamo.moe.capacity import Capacity
 from piper_dynamo.passes import capacity as passes
-from piper_dynamo.passes import padding
 from piper_dynamo.runtime import exchange, local
 from tests import capacity, experts, jobs, replicas
 from tests.experts import EXPERTS, Mixture
@@ -35,7 +34,7 @@ LONE = (9.0, 0.0, -9.0, -9.0)  # the first two experts are asked to take all tok
 )
 def test_how_many_rows_an_expert_takes(most: int | float, num_rows: int, want: int) -> None:
     """1.1 x 10 is 11, though the number nearest to 1.1 is above it."""
-    assert room(most, num_rows, EXPERTS) == want
+    assert Capacity.of(most).slots_per_expert(num_rows, EXPERTS) == want
 
 
 def test_dropped_rows_are_counted_from_what_was_asked_for() -> None:
@@ -43,6 +42,19 @@ def test_dropped_rows_are_counted_from_what_was_asked_for() -> None:
     assert piper.moe.dropped(asked, 3).tolist() == [2, 0]
     assert piper.moe.dropped(asked, 1.0).tolist() == [4, 0]
     assert piper.moe.dropped(asked[0], 1.5).item() == 2
+    assert piper.moe.dropped(asked[:0], 3).tolist() == []
+
+
+def test_routings_of_unlike_sizes_are_not_counted_as_one() -> None:
+    """What an expert takes depends on how many rows there are."""
+    asked = torch.tensor([[4, 0, 4, 0], [2, 2, 2, 1]])
+    with pytest.raises(piper.PiperStrategyError, match="rows    from 7 to 8"):
+        piper.moe.dropped(asked, 1.0)
+
+
+def test_two_rows_are_not_two_shares() -> None:
+    assert Capacity.of(2) != Capacity.of(2.0)
+    assert len({Capacity.of(2), Capacity.of(2.0), Capacity.of(2)}) == 2
 
 
 # Slots.
@@ -218,7 +230,32 @@ class NormedReference(capacity.Reference):
         return inner / inner.norm(dim=-1, keepdim=True) @ self.down[layer][expert]
 
 
-def check_normed(schedule: str, **options: Any) -> None:
+class Ended(Mixture):
+    """Only what experts give meets rows divided by their length: the first gradient is NaN."""
+
+    def mix(self, h: Tensor, layer: int) -> Tensor:
+        weights, index = (h @ self.gate[layer] + self.shift).softmax(-1).topk(self.top)
+        sent, routing = piper.moe.dispatch(h, index, EXPERTS)
+        with piper.annotate("EP"):
+            inner = piper.moe.grouped_mm(sent, self.up[layer], routing).sigmoid()
+            out = piper.moe.grouped_mm(inner, self.down[layer], routing)
+            out = out * sent / sent.norm(dim=-1, keepdim=True)
+        return piper.moe.combine(out, routing, weights)
+
+
+class EndedReference(capacity.Reference):
+    def expert(self, rows: Tensor, layer: int, expert: int) -> Tensor:
+        out = (rows @ self.up[layer][expert]).sigmoid() @ self.down[layer][expert]
+        return out * rows / rows.norm(dim=-1, keepdim=True)
+
+
+REFERENCES: dict[type[Mixture], type[capacity.Reference]] = {
+    Normed: NormedReference,
+    Ended: EndedReference,
+}
+
+
+def check_normed(schedule: str, kind: type[Mixture] = Normed, **options: Any) -> None:
     """Experts without tokens among them; a weight's gradient may be its own task."""
     placement, microbatches = replicas.SCHEDULES[schedule]
     wanted = piper.Strategy(
@@ -229,9 +266,9 @@ def check_normed(schedule: str, **options: Any) -> None:
         *jobs.orders(schedule, placement, microbatches),
     )
     one = experts.case()
-    built = replace(one, build=lambda stages: Normed(stages, shift=LONE))
+    built = replace(one, build=lambda stages: kind(stages, shift=LONE))
     ranks = replicas.run(built, placement, wanted)
-    want = capacity.train(NormedReference(3, shift=LONE), one, 2 * microbatches)
+    want = capacity.train(REFERENCES[kind](3, shift=LONE), one, 2 * microbatches)
     replicas.compare(ranks, want, placement, 0, part=experts.part_of(2))
 
 
@@ -243,37 +280,35 @@ def test_padding_does_not_poison_gradients(schedule: str, bucket_mb: float | Non
     check_normed(schedule, bucket_mb=bucket_mb)
 
 
-@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "tanh", "neg"])
-def test_what_is_said_to_keep_zeros_does(name: str) -> None:
-    assert name in padding._KEEPS_ZERO
-    assert not getattr(torch.ops.aten, name)(torch.zeros(3)).any()
+def test_masks_of_gradients_alone_are_enough_where_values_are_finite() -> None:
+    check_normed("one_f_one_b", Ended)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "tanh", "sigmoid", "threshold"])
-def test_backwards_of_zeros_are_zeros(name: str) -> None:
-    """Zeros as the gradient give zeros, whatever the value; zeros as the value need not."""
-    assert f"{name}_backward" in padding._BACKWARDS
-    zeros, value = torch.zeros(3), torch.tensor([-1.0, 0.0, 0.5])
-    args = (zeros, value, 0) if name == "threshold" else (zeros, value)
-    assert not getattr(torch.ops.aten, f"{name}_backward")(*args).any()
-
-
-def test_control_padding_that_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Normed, Ended])
+def test_control_padding_that_is_not_masked(
+    kind: type[Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(passes, "_mask", lambda *args: None)
     monkeypatch.setattr(planning, "_templates", {})  # what was captured before has masks
     with pytest.raises(AssertionError, match=r"norms|losses"):
-        check_normed("one_f_one_b")
+        check_normed("one_f_one_b", kind)
+
+
+def masks(kind: type[Mixture]) -> int:
+    """How many factors of gradients are masked in the backward of a layer's experts."""
+    plan = piper.plan(kind(1), experts.strategy(PAIR, 1, "", capacity=2), rows(12, 0), 2)
+    runs = [i for i in plan.programs[0].instrs if i.op is Op.RUN]
+    (name,) = [i.target for i in runs if i.task == "B.PP0.EP1.MB0"]
+    nodes = plan.chunks[name].graph.nodes
+    return sum(n.name.startswith("masked_fill_scalar") for n in nodes)
 
 
 def test_only_what_may_be_poisoned_is_masked() -> None:
-    found = []
-    for kind in (Mixture, Normed):
-        plan = piper.plan(kind(1), experts.strategy(PAIR, 1, "", capacity=2), rows(12, 0), 2)
-        runs = [i for i in plan.programs[0].instrs if i.op is Op.RUN]
-        (name,) = [i.target for i in runs if i.task == "B.PP0.EP1.MB0"]
-        nodes = plan.chunks[name].graph.nodes
-        found.append(sum(n.name.startswith("masked_fill_scalar") for n in nodes))
-    assert found == [0, 3]  # both factors of one product, and one of the other's
+    """Normed: both factors of one product, which may be anything, and one of the other's.
+
+    Ended: the gradient alone, since sigmoids of padding are finite; and that of the product before.
+    """
+    assert [masks(kind) for kind in (Mixture, Normed, Ended)] == [0, 3, 2]
 
 
 # Static.
@@ -292,8 +327,8 @@ def test_programs_say_exactly_what_travels(monkeypatch: pytest.MonkeyPatch) -> N
     sent: list[list[int]] = []
     real = exchange.pack
 
-    def watched(name: str, values: Any, size: int) -> exchange.Parcel:
-        found = real(name, values, size)
+    def watched(op: Op, values: Any, size: int) -> exchange.Parcel:
+        found = real(op, values, size)
         sent.append(found.sent)
         assert found.sent == found.received
         return found

@@ -132,7 +132,7 @@ class Odd(Mixture):
         ("alone", "_softmax works along the rows"),
         ("random", "draws random numbers"),
         ("added up", "not known to treat every row alike"),
-        ("buffer", "4 matrices for 2 experts"),
+        ("buffer", "multiplies by buffer 'fixed' expert by expert"),
         ("turned", "parameter 'square' otherwise than as a weight"),
         ("twice", "is used by F.PP0.MB0"),
     ],

@@ -298,6 +298,19 @@ def test_order():
     )
 
 
+def test_order_puts_a_task_into_its_group_once():
+    """Two filters of one group may match the same task; it is no less in that group."""
+    stages = traced()
+    apply(stages.dag, split(stages), place(LINE2), Tie(), Transfer())
+    group = [{"PP": 1, "PASS": "F"}, task("F", 1, 0), {"PP": 1, "PASS": "B"}]
+    apply(stages.dag, Order([piper.Order([group])]))
+    found = {str(task_of(n).name): n.meta.get("group") for n in stages.dag.tasks()}
+    assert found == {
+        **dict.fromkeys(("F.PP0.MB0", "F.PP0.MB1", "B.PP0.MB0", "B.PP0.MB1")),
+        **dict.fromkeys(("F.PP1.MB0", "F.PP1.MB1", "B.PP1.MB0", "B.PP1.MB1"), (0, 1)),
+    }
+
+
 def test_nothing_to_do_changes_nothing():
     stages = traced()
     apply(stages.dag, split(stages))

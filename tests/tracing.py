@@ -16,6 +16,7 @@ from piper_dynamo.ir.graph import Dag
 from piper_dynamo.ir.joint import Arg, ArgKind, Capture
 from piper_dynamo.ir.task import RegionId
 from piper_dynamo.passes.build import build
+from piper_dynamo.passes.capacity import Bound, set_capacities
 from piper_dynamo.passes.cut import RegionGraph, cut
 from piper_dynamo.passes.partition import Partition, Partitioner
 from piper_dynamo.passes.regions import Regions, find_regions
@@ -32,15 +33,16 @@ class Stages:
     partitions: dict[RegionId, Partition] = field(init=False)
     dag: Dag = field(init=False)
 
-    def cut(self) -> "Stages":
+    def cut(self, bounds: Sequence[Bound] = ()) -> "Stages":
         """Up to the cut: regions, and a joint graph of each."""
         self.regions = find_regions(self.capture)
+        set_capacities(self.capture, self.regions, bounds)
         self.graphs = cut(self.capture, self.regions)
         return self
 
-    def build(self) -> "Stages":
+    def build(self, bounds: Sequence[Bound] = ()) -> "Stages":
         """Up to the DAG of one microbatch."""
-        self.cut()
+        self.cut(bounds)
         kept = {self.capture.placeholders[a.position] for a in self.capture.args}
         partitioner = Partitioner(self.capture.mode)
         self.partitions = {

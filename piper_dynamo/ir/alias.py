@@ -6,6 +6,8 @@ import torch
 from torch import fx
 from torch.fx.node import Node
 
+from piper_dynamo.ir.task import Kind
+
 # Views by behaviour whose schema does not say so.
 _HIDDEN_VIEWS = {
     torch.ops.aten._unsafe_view.default,
@@ -16,11 +18,11 @@ _HIDDEN_VIEWS = {
 }
 # The even ones bring rows into slots, too, and back (`moe/slots.py`).
 _EXCHANGES = {
-    "piper::exchange_counts": "exchange_counts",
-    "piper::exchange": "exchange",
-    "piper::unexchange": "unexchange",
-    "piper::pad": "exchange",
-    "piper::unpad": "unexchange",
+    "piper::exchange_counts": Kind.EXCHANGE_COUNTS,
+    "piper::exchange": Kind.EXCHANGE,
+    "piper::unexchange": Kind.UNEXCHANGE,
+    "piper::pad": Kind.EXCHANGE,
+    "piper::unpad": Kind.UNEXCHANGE,
 }
 _COPIES_OF_NOTHING = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -58,15 +60,15 @@ def operator_name(node: Node) -> str:
     return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", ""))
 
 
-def exchange_of(node: Node) -> str:
-    """Which of the experts' exchanges a captured node stands for; empty for any other."""
+def exchange_of(node: Node) -> Kind | None:
+    """Which of the experts' exchanges a captured node stands for; None for any other."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    return _EXCHANGES.get(name, "")
+    return _EXCHANGES.get(name)
 
 
 def is_even_exchange(node: Node) -> bool:
     """Whether a captured node stands for an exchange of slots, which are as many for every rank."""
-    return bool(exchange_of(node)) and operator_name(node) in ("pad", "unpad")
+    return exchange_of(node) is not None and operator_name(node) in ("pad", "unpad")
 
 
 def root(node: Node) -> Node:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.node import Argument, Node
 
 from piper_dynamo.ir.chunk import Chunk, runnable
-from piper_dynamo.ir.joint import Arg, Output
+from piper_dynamo.ir.joint import Arg, ArgKind, Output
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, copy_groups
 from piper_dynamo.ir.spec import TensorSpec
@@ -90,12 +90,12 @@ class Border:
     """What a value that experts get or give passes on its way; in `meta["border"]`.
 
     Attributes:
-        kind: "exchange" or "unexchange"; "exchange_counts" of the counts themselves.
+        kind: EXCHANGE or UNEXCHANGE; EXCHANGE_COUNTS of the counts themselves.
         routing: The counts by which rows are exchanged.
         experts: Where these take as many rows each, whatever the counts: how many there are.
     """
 
-    kind: str
+    kind: Kind
     routing: str
     experts: int | None = None
 
@@ -145,13 +145,16 @@ class Dag:
             place: Of the rank that ends with the gradient, in its device group.
         """
         found: set[int] = set()
+        is_held = self.args[position].kind is ArgKind.PARAMETER
         for devices in self.makers.get(position, ()):
             layout = self.layouts.get((position, devices))
             own = devices[place]
-            if layout is None or not layout.reduced:
-                found.add(own)
-            else:
+            if layout is None:  # copies of a parameter, whatever passes made of them
+                found.update(devices if is_held else (own,))
+            elif layout.reduced:
                 found.update(layout.users(devices, own))
+            else:
+                found.add(own)
         return tuple(sorted(found))
 
     def module(self) -> fx.GraphModule:
@@ -186,10 +189,10 @@ def task_of(node: Node) -> Task:
     return task
 
 
-def border_of(node: Node, kind: str) -> Border | None:
+def border_of(node: Node, kind: Kind) -> Border | None:
     """The border of this kind that a value passes, if it does."""
     border = node.meta.get("border")
-    return border if isinstance(border, Border) and border.kind == kind else None
+    return border if isinstance(border, Border) and border.kind is kind else None
 
 
 def pick(graph: fx.Graph, node: Node, index: int, name: str, spec: TensorSpec | None) -> Node:

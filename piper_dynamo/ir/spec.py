@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx.node import Node
@@ -88,6 +89,11 @@ def show_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
+
+
+def source_meta(node: Node) -> dict[str, Any]:
+    """What a node made in another's place keeps of its `meta`: its tags and the user's line."""
+    return {k: v for k, v in node.meta.items() if k in ("custom", "stack_trace")}
 
 
 def user_line(node: Node | None) -> str:

@@ -3,34 +3,47 @@
 Terms: a *routing* is one `dispatch` of one rank's microbatch; *rows* are its n * k assignments.
 """
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-
-def written(capacity: int | float) -> str:
-    """A capacity as it is written, in which 2 is not 2.0."""
-    return repr(float(capacity) if isinstance(capacity, float) else int(capacity))
+from piper_dynamo.errors import PiperStrategyError, format_error
 
 
-def room(capacity: int | float, rows: int, experts: int) -> int:
-    """The most rows that one expert takes of one routing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What bounds how many rows an expert takes of one routing.
 
-    A factor is taken as it is written: 1.1 is 11/10.
-
-    Args:
-        capacity: Rows (int), or a factor of the even share (float).
-        rows: Of the routing.
-        experts: Among how many they go.
-
-    Returns:
-        No more than there are rows, but at least 1.
+    Attributes:
+        amount: Rows, or a factor of the even share.
+        is_factor: Which of both: 2 rows are not 2.0 even shares.
     """
-    if isinstance(capacity, float):
-        share = Fraction(written(capacity)) * rows / experts
-        capacity = -(-share.numerator // share.denominator)
-    return max(1, min(capacity, rows))
+
+    amount: Fraction
+    is_factor: bool
+
+    @classmethod
+    def of(cls, given: int | float) -> "Capacity":
+        """What `piper.Shard` was given; a factor is taken as it is written: 1.1 is 11/10."""
+        is_factor = isinstance(given, float)
+        return cls(
+            amount=Fraction(repr(given)) if is_factor else Fraction(given), is_factor=is_factor
+        )
+
+    def slots_per_expert(self, rows: int, experts: int) -> int:
+        """The most rows that one expert takes of one routing.
+
+        Args:
+            rows: Of the routing.
+            experts: Among how many they go.
+
+        Returns:
+            No more than there are rows, but at least 1.
+        """
+        most = self.amount * rows / experts if self.is_factor else self.amount
+        return max(1, min(-(-most.numerator // most.denominator), rows))
 
 
 def dropped(counts: Tensor, capacity: int | float) -> Tensor:
@@ -43,7 +56,19 @@ def dropped(counts: Tensor, capacity: int | float) -> Tensor:
 
     Returns:
         Rows of each routing, [...], int64. Copied to the host and back.
+
+    Raises:
+        PiperStrategyError: The routings do not have equally many rows.
     """
     rows = counts.sum(-1)
-    most = room(capacity, int(rows.max()), counts.shape[-1]) if rows.numel() else 0
-    return (counts.to(torch.int64) - most).clamp(min=0).sum(-1)
+    fewest, most = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
+    if fewest != most:
+        raise PiperStrategyError(
+            format_error(
+                "piper.moe.dropped takes routings of equally many rows",
+                {"counts": tuple(counts.shape), "rows": f"from {fewest} to {most}"},
+                hint="call it once for each size of microbatch",
+            )
+        )
+    slots = Capacity.of(capacity).slots_per_expert(most, counts.shape[-1])
+    return (counts.to(torch.int64) - slots).clamp(min=0).sum(-1)
