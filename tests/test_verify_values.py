@@ -47,7 +47,7 @@ def told(plan: Plan, change: Change, *ranks: int) -> str:
 def refused(plan: Plan, programs: list[RankProgram]) -> str:
     with pytest.raises(PiperPlanError) as caught:
         verify(programs, plan.meaning, replicas_of(plan.groups))
-    return re.sub(r"\[[^ ]*models\.py:\d+\]", "[line]", str(caught.value))
+    return re.sub(r"\[[^ ]*(models|experts)\.py:\d+\]", "[line]", str(caught.value))
 
 
 def nth(instrs: list[Instr], op: Op, count: int = 0) -> int:
