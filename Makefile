@@ -24,7 +24,8 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow test-torch bench-pipeline bench-zero bench-experts \
+.PHONY: help env train test test-slow test-torch fuzz bench-pipeline bench-zero bench-experts \
+	bench-plan \
 	lint format docs clean
 
 help:
@@ -33,9 +34,11 @@ help:
 	@echo "make test    lint, then the tests (ARGS=... to pytest)"
 	@echo "make test-slow   the wide sweeps"
 	@echo "make test-torch TORCH=2.11.0   the tests with another torch, in an environment of its own"
+	@echo "make fuzz    random jobs and wrong programs (ARGS='--plans 1000 --seed 7')"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
+	@echo "make bench-plan   time of the proof, the simulation and planning by size"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and its pictures again"
@@ -75,6 +78,9 @@ test-torch:
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(SHARED_OUT) $(ARGS)
 
+fuzz: $(READY)
+	$(PY) -m tests.fuzz $(ARGS)
+
 bench-pipeline: $(READY)
 	$(PY) -m benchmarks.pipeline $(ARGS)
 
@@ -83,6 +89,9 @@ bench-zero: $(READY)
 
 bench-experts: $(READY)
 	$(PY) -m benchmarks.experts $(ARGS)
+
+bench-plan: $(READY)
+	$(PY) -m benchmarks.plan $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

@@ -22,6 +22,7 @@ from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
 from piper_dynamo.ir.joint import Arg
+from piper_dynamo.ir.meaning import Meaning, as_placed, meaning_of
 from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
 from piper_dynamo.ir.task import Pass, RegionId
 from piper_dynamo.ir.verify import verify
@@ -114,6 +115,7 @@ class Plan:
         untagged: Forward nodes that carried no tag: user line and the region they joined.
         halves: For each region, whether it has input-gradient and weight-gradient work.
         groups: The device groups.
+        meaning: What the step has to compute, for the proof.
     """
 
     strategy: Strategy
@@ -126,6 +128,7 @@ class Plan:
     untagged: tuple[tuple[str, RegionId], ...]
     halves: dict[str, tuple[bool, bool]]
     groups: tuple[tuple[int, ...], ...]
+    meaning: Meaning
     _fingerprint: str = field(default="")
 
     @property
@@ -145,8 +148,8 @@ class Plan:
         return Program(rank_program=self.programs[rank])
 
     def verify(self) -> None:
-        """Prove the programs safe; raises PiperPlanError listing every fault."""
-        verify(self.programs)
+        """Prove the programs safe and right; raises PiperPlanError listing every fault."""
+        verify(self.programs, self.meaning, replicas_of(self.groups))
 
     def simulate(self, costs: Costs | None = None) -> Simulation:
         """The step on an ideal machine with the given costs."""
@@ -457,8 +460,10 @@ def make_plan(
         for p in strategy.of(PlaceDirective)
     ]
     copies, experts = replications(strategy), shardings(strategy)
+    halves: list[GraphPass] = [SplitBackward(named_halves(orders, dag) if dag.training else set())]
+    run_passes(dag, halves, check_values=template.check, done=len(first), total=NUM_PASSES)
+    meaning = meaning_of(dag)
     rest: list[GraphPass] = [
-        SplitBackward(named_halves(orders, dag) if dag.training else set()),
         Place(placements, world_size, sharers=[*copies, *experts]),
         Tie(),
         Shard(experts),
@@ -466,14 +471,17 @@ def make_plan(
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),
     ]
-    run_passes(dag, rest, check_values=template.check, done=len(first), total=NUM_PASSES)
+    done = len(first) + len(halves)
+    run_passes(dag, rest, check_values=template.check, done=done, total=NUM_PASSES)
+    meaning = as_placed(meaning, dag)
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
     order = schedule(dag, costs, template.halves)
     programs = lower_all(dag, world_size, order, adding=compile_mode == "aten")
     if callable(split.loss):
         check_weight_inputs(split.loss, programs, template.args)
-    verify(programs)
+    groups = tuple(sorted({task_of(node).devices for node in dag.tasks()}))
+    verify(programs, meaning, replicas_of(groups))
     return Plan(
         strategy=strategy,
         world_size=world_size,
@@ -484,8 +492,14 @@ def make_plan(
         dims=dims,
         untagged=template.untagged,
         halves=template.halves,
-        groups=tuple(sorted({task_of(node).devices for node in dag.tasks()})),
+        groups=groups,
+        meaning=meaning,
     )
+
+
+def replicas_of(groups: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Which replica each rank belongs to."""
+    return {rank: place for devices in groups for place, rank in enumerate(devices)}
 
 
 def check_weight_inputs(

@@ -279,7 +279,8 @@ def test_a_plan_without_the_other_holders_part(zero: int, monkeypatch: pytest.Mo
     mentions(
         text,
         "the plan is unsafe",
-        "rank 0: the gradient",
+        "rank 0 #",
+        ": the gradient 'grad_w_0",
         "is not reduced over ranks [0, 1, 2, 3], which make parts of it",
         "without [2, 3]",
     )

@@ -10,7 +10,7 @@ block of a parameter is read but by its gather.
 
 from collections.abc import Sequence
 
-from piper_dynamo.ir.program import REDUCTIONS, Instr, Op, RankProgram
+from piper_dynamo.ir.program import REDUCTIONS, Instr, Op, RankProgram, where
 
 
 def check_reductions(programs: Sequence[RankProgram]) -> list[str]:
@@ -24,7 +24,9 @@ def check_reductions(programs: Sequence[RankProgram]) -> list[str]:
         for position, ranks in program.contributors:
             reg, want = registers[position], set(ranks)
             found = finder.of(program.rank, reg)
-            at = f"rank {program.rank}: the gradient {reg!r}"
+            if found == want:
+                continue
+            at = f"{last_write(program, reg)}: the gradient {reg!r}"
             if want - found:
                 faults.append(
                     f"{at} is not reduced over ranks {sorted(want)}, which make parts of it: "
@@ -38,11 +40,18 @@ def check_reductions(programs: Sequence[RankProgram]) -> list[str]:
     return [*finder.faults, *faults]
 
 
+def last_write(program: RankProgram, reg: str) -> str:
+    """Where a register gets its last value, for a message."""
+    found = [i for i, instr in enumerate(program.instrs) if reg in instr.writes()]
+    return where(program, found[-1]) if found else f"rank {program.rank}"
+
+
 class _Contributions:
     """The ranks whose contributions a register contains; found on demand, each register once."""
 
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.faults: list[str] = []
+        self._programs = programs
         self._writers: list[dict[str, list[Instr]]] = []
         self._sent: dict[tuple[int, int, int], str] = {}
         self._issued: dict[tuple[object, int], dict[int, Instr]] = {}
@@ -99,8 +108,9 @@ class _Contributions:
         odd = next((i for i, one in enumerate(found) if one != found[0]), None)
         if odd is not None:
             self.faults.append(
-                f"rank {rank}: {reg!r} adds what is reduced and what is not: {parts[0]!r} has the "
-                f"contributions of ranks {sorted(found[0])}, {parts[odd]!r} of {sorted(found[odd])}"
+                f"{last_write(self._programs[rank], reg)}: {reg!r} adds what is reduced and what "
+                f"is not: {parts[0]!r} has the contributions of ranks {sorted(found[0])}, "
+                f"{parts[odd]!r} of {sorted(found[odd])}"
             )
         return frozenset().union(*found)
 
@@ -111,8 +121,8 @@ class _Contributions:
             found = self.of(rank, part)
             if total & found:
                 self.faults.append(
-                    f"rank {rank}: {part!r} is reduced again into {reg!r}, which has the "
-                    f"contributions of ranks {sorted(total & found)} already"
+                    f"{last_write(self._programs[rank], part)}: {part!r} is reduced again into "
+                    f"{reg!r}, which has the contributions of ranks {sorted(total & found)} already"
                 )
             total |= found
         return total
@@ -136,7 +146,6 @@ def check_gathers(programs: Sequence[RankProgram]) -> list[str]:
         gathering: dict[str, Instr] = {}
         whole: dict[str, Instr] = {}
         for index, instr in enumerate(program.instrs):
-            at = f"rank {program.rank} #{index} {instr.op} {instr.task}"
             if instr.op is Op.ALL_GATHER:
                 gathering[instr.outputs[0]] = instr
             elif instr.op is Op.WAIT and instr.inputs[0] in gathering:
@@ -147,6 +156,7 @@ def check_gathers(programs: Sequence[RankProgram]) -> list[str]:
             for reg in instr.reads() if instr.op is not Op.FREE else ():
                 if reg not in blocks:
                     continue
+                at = where(program, index)
                 if instr.op is not Op.ALL_GATHER:
                     faults.append(
                         f"{at}: {reg!r} is a block of a parameter, read before its gather"
@@ -157,7 +167,7 @@ def check_gathers(programs: Sequence[RankProgram]) -> list[str]:
                         f"but its blocks are on {blocks[reg]}"
                     )
         faults += [
-            f"rank {program.rank}: {reg!r} is gathered ({instr.task}) and never freed"
+            f"{last_write(program, reg)}: {reg!r} is gathered ({instr.task}) and never freed"
             for reg, instr in whole.items()
             if reg != "_"
         ]

@@ -12,7 +12,8 @@ of a group agree on the rows of an even exchange is a part of the proof of colle
 
 from collections.abc import Sequence
 
-from piper_dynamo.ir.program import ROW_EXCHANGES, Instr, Op, RankProgram
+from piper_dynamo.errors import PiperSyntaxError
+from piper_dynamo.ir.program import EXCHANGES, ROW_EXCHANGES, Instr, Op, RankProgram, where
 from piper_dynamo.ir.task import RegionId, TaskName
 
 
@@ -25,13 +26,14 @@ def check_exchanges(programs: Sequence[RankProgram]) -> list[str]:
 
 def _check_rank(program: RankProgram) -> list[str]:
     faults: list[str] = []
+    if not program.experts and not any(instr.op in EXCHANGES for instr in program.instrs):
+        return faults
     gathered = {position for position, _ in program.shards}
     experts = {position for position, _ in program.experts if position not in gathered}
     blocks = {reg for reg, position in program.state if position in experts}
     asked: dict[str, Instr] = {}  # the exchange of counts behind each handle
     splits: dict[str, Instr] = {}  # and behind each register of splits
     for index, instr in enumerate(program.instrs):
-        at = f"rank {program.rank} #{index} {instr.op} {instr.task}"
         if instr.op is Op.EXCHANGE_COUNTS:
             asked[instr.outputs[0]] = instr
         elif instr.op is Op.WAIT and instr.inputs[0] in asked:
@@ -39,19 +41,24 @@ def _check_rank(program: RankProgram) -> list[str]:
         elif _is_even(instr):
             rows, size = instr.specs[0].shape[0], len(instr.group)
             if rows % size:
-                faults.append(f"{at}: {rows} rows cannot go evenly to {size} ranks")
+                faults.append(
+                    f"{where(program, index)}: {rows} rows cannot go evenly to {size} ranks"
+                )
         elif instr.op in ROW_EXCHANGES:
             by = splits.get(instr.inputs[-1])
             if by is None:
-                faults.append(f"{at}: {instr.inputs[-1]!r} does not say how many rows go and come")
+                faults.append(
+                    f"{where(program, index)}: {instr.inputs[-1]!r} does not say how many rows "
+                    "go and come"
+                )
             elif by.communicator != instr.communicator:
                 faults.append(
-                    f"{at}: rows are exchanged over {instr.communicator}, but their counts were "
-                    f"over {by.communicator}"
+                    f"{where(program, index)}: rows are exchanged over "
+                    f"{instr.communicator}, but their counts were over {by.communicator}"
                 )
         if instr.op not in (Op.RUN, Op.FREE):
             faults += [
-                f"{at}: {reg!r} is a rank's own experts, and no other rank's"
+                f"{where(program, index)}: {reg!r} is a rank's own experts, and no other rank's"
                 for reg in instr.reads()
                 if reg in blocks
             ]
@@ -65,6 +72,8 @@ def _is_even(instr: Instr) -> bool:
 def _check_ways(program: RankProgram) -> list[str]:
     """Rows leave a region's tasks as they came to them."""
     faults: list[str] = []
+    if not any(instr.op in ROW_EXCHANGES for instr in program.instrs):
+        return faults
     started: dict[str, Instr] = {}  # the exchange behind each handle
     came: dict[str, Instr] = {}  # and behind each register of rows
     maker: dict[str, tuple[RegionId, int | None]] = {}
@@ -78,7 +87,7 @@ def _check_ways(program: RankProgram) -> list[str]:
                 f"others of {region}, microbatch {microbatch}, {ways[task]}"
             )
 
-    for instr in program.instrs:
+    for index, instr in enumerate(program.instrs):
         if instr.op is Op.EXCHANGE:
             started[instr.outputs[0]] = instr
         elif instr.op is Op.WAIT and instr.inputs[0] in started:
@@ -86,7 +95,11 @@ def _check_ways(program: RankProgram) -> list[str]:
         elif instr.op is Op.UNEXCHANGE and instr.inputs[0] in maker:
             note(maker[instr.inputs[0]], instr)
         elif instr.op is Op.RUN:
-            name = TaskName.parse(instr.task)
+            try:
+                name = TaskName.parse(instr.task)
+            except PiperSyntaxError:
+                faults.append(f"{where(program, index)}: the step has no such task")
+                continue
             maker.update(dict.fromkeys(instr.outputs, (name.region, name.mb)))
             for reg in instr.inputs:
                 if reg in came:

@@ -277,3 +277,12 @@ class RankProgram:
         """One instruction per line; two ranks' plans are the same job iff their texts are."""
         head = replace(self, instrs=())
         return "\n".join([repr(head), *map(str, self.instrs)])
+
+
+def where(program: RankProgram, index: int) -> str:
+    """An instruction for a message: rank, position, task, stream, the user's line."""
+    instr = program.instrs[index]
+    stream = f" on stream {instr.stream!r}" if instr.stream != "compute" else ""
+    line = f" [{instr.where}]" if instr.where else ""
+    task = f" {instr.task}" if instr.task else ""
+    return f"rank {program.rank} #{index} {instr.op}{task}{stream}{line}"

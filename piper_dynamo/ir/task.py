@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from piper_dynamo.errors import PiperSyntaxError
 
@@ -116,28 +117,33 @@ class TaskName:
         Raises:
             PiperSyntaxError: `text` is not exactly the text form of a task.
         """
-        match = _NAME.fullmatch(text)
-        if match is None:
-            raise PiperSyntaxError(f"not a task: {text!r}; expected e.g. 'F.PP0.MB3'")
-        tags = []
-        for part in match[2].split(".")[1:]:
-            one = _ONE_TAG.fullmatch(part)
-            assert one is not None
-            tags.append((one[1], int(one[2])))
-        mb = tags.pop()[1] if tags and tags[-1][0] == "MB" else None
-        names = [name for name, _ in tags]
-        if len(set(names)) < len(names) or not all(map(is_tag_name, names)):
-            raise PiperSyntaxError(
-                f"not a task: {text!r}; each tag comes once; MB comes once, last; PASS is none"
-            )
-        task = cls(
-            which=Pass(match[1]),
-            region=RegionId(tags=tuple(tags), visit=int(match[3] or 0)),
-            mb=mb,
+        return _parsed(text)
+
+
+@lru_cache(maxsize=2**16)  # the same few names come again for every rank
+def _parsed(text: str) -> TaskName:
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise PiperSyntaxError(f"not a task: {text!r}; expected e.g. 'F.PP0.MB3'")
+    tags = []
+    for part in match[2].split(".")[1:]:
+        one = _ONE_TAG.fullmatch(part)
+        assert one is not None
+        tags.append((one[1], int(one[2])))
+    mb = tags.pop()[1] if tags and tags[-1][0] == "MB" else None
+    names = [name for name, _ in tags]
+    if len(set(names)) < len(names) or not all(map(is_tag_name, names)):
+        raise PiperSyntaxError(
+            f"not a task: {text!r}; each tag comes once; MB comes once, last; PASS is none"
         )
-        if str(task) != text:
-            raise PiperSyntaxError(f"not a task: {text!r}; the task is written {str(task)!r}")
-        return task
+    task = TaskName(
+        which=Pass(match[1]),
+        region=RegionId(tags=tuple(tags), visit=int(match[3] or 0)),
+        mb=mb,
+    )
+    if str(task) != text:
+        raise PiperSyntaxError(f"not a task: {text!r}; the task is written {str(task)!r}")
+    return task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

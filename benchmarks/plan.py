@@ -1,0 +1,101 @@
+"""How long planning takes: the proof and the simulation by instructions, planning by tasks.
+
+make bench-plan
+make bench-plan ARGS="--only proof --json results.json"
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import click
+import torch
+
+import piper_dynamo as piper
+from benchmarks import command, planning
+from benchmarks.emulated import WIDTH, Chain
+from benchmarks.paired import PAIRS
+from benchmarks.report import Row
+
+STAGES, REPLICAS = 8, 4
+MICROBATCHES = (16, 32, 64, 128, 256)  # x 8 stages x 4 replicas, ZeRO 3
+BAR_INSTRUCTIONS, BAR_S = 100_000, 10.0
+BAR_EXPONENT = 1.2
+REPEATS = 3
+
+
+def plan_of(microbatches: int) -> piper.Plan:
+    """A plan with messages, gathers and reductions."""
+    x = torch.zeros(microbatches, WIDTH)
+    strategy = piper.strategies.pipeline(
+        "one_f_one_b",
+        ranks=STAGES,
+        num_microbatches=microbatches,
+        replicas=REPLICAS,
+        zero=3,
+    )
+    return piper.plan(Chain(STAGES), strategy, (x, x.clone()), world_size=STAGES * REPLICAS)
+
+
+def seconds(call: Callable[[], object]) -> tuple[float, float]:
+    """The best time of a call, by the clock and of the processor."""
+    spent = []
+    for _ in range(REPEATS):
+        gc.collect()
+        start, start_cpu = time.perf_counter(), time.process_time()
+        call()
+        spent.append((time.perf_counter() - start, time.process_time() - start_cpu))
+    return min(spent)
+
+
+def proof() -> Iterator[Row]:
+    """Growing plans, and the exponent between the smallest and the largest."""
+    found = []
+    for microbatches in MICROBATCHES:
+        plan = plan_of(microbatches)
+        count = sum(len(program.instrs) for program in plan.programs)
+        proved, proved_cpu = seconds(plan.verify)
+        simulated, simulated_cpu = seconds(plan.simulate)
+        took = proved + simulated
+        found.append((count, took))
+        judged = BAR_INSTRUCTIONS <= count < 2 * BAR_INSTRUCTIONS
+        yield Row(
+            section="proof",
+            what=f"{count} instructions",
+            figures=f"proved in {proved:.2f} s, simulated in {simulated:.2f} s "
+            f"(processor {proved_cpu + simulated_cpu:.2f} s)",
+            bar=f"< {BAR_S:.0f} s" if judged else "",
+            held=took < BAR_S if judged else None,
+            data={
+                "instructions": count,
+                "proved_s": proved,
+                "simulated_s": simulated,
+                "processor_s": proved_cpu + simulated_cpu,
+            },
+        )
+    (few, first), (many, last) = found[0], found[-1]
+    exponent = math.log(last / first) / math.log(many / few)
+    yield Row(
+        section="proof",
+        what=f"exponent, {few} to {many} instructions",
+        figures=f"{exponent:.2f}",
+        bar=f"<= {BAR_EXPONENT}",
+        held=exponent <= BAR_EXPONENT,
+        data={"exponent": exponent},
+    )
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"proof": proof, "planning": planning.run}
+
+
+@click.command()
+@command.only(list(SECTIONS))
+@command.json_path()
+def main(only: list[str], path: str | None) -> None:
+    """Measure, and print one table with verdicts; every row also when it is there."""
+    command.measure({name: SECTIONS[name] for name in only}, PAIRS, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Random jobs and wrong programs: a few of what `make fuzz` tries."""
+
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import piper_dynamo as piper
+from piper_dynamo.errors import PiperPlanError
+from piper_dynamo.schedules import SCHEDULES
+from tests import drawn, fuzz, jobs, mutants
+from tests.drawn import Job, Layer
+from tests.models import Stack4, rows
+
+LINEAR = Layer(stage=0), Layer(stage=1)
+JOB = Job(layers=LINEAR, on=(0, 1), microbatches=2, zero=(0, 0), schedule="one_f_one_b")
+
+
+@pytest.fixture(autouse=True)
+def cheap_checks(monkeypatch: pytest.MonkeyPatch):
+    """The models are those of other tests, of which they compute every pass's values."""
+    monkeypatch.setenv("PIPER_VERIFY", "1")
+
+
+def test_random_jobs_and_mutants():
+    tally = fuzz.Tally()
+    fuzz.fuzz(6, 12, 0, 0, tally)
+    assert tally.plans >= 6
+    assert sum(tally.refused.values()) >= 40
+
+
+def test_a_random_job_learns_what_one_process_does():
+    job = Job(
+        layers=(
+            Layer(stage=0),
+            Layer(stage=0, kind="uneven"),
+            Layer(stage=1, kind="tied", of=0, skip=0),
+            Layer(stage=1, kind="count"),
+        ),
+        on=(0, 1),
+        microbatches=2,
+        replicas=2,
+        zero=(3, 3),
+        options=(("bucket_mb", 0.0001), ("prefetch", 2)),
+        combine="sum",
+        outputs=(1,),
+        split=frozenset({1}),
+        chosen=(5, 70),
+        merged=30,
+    )
+    fuzz.check_training(job, fuzz.Tally())
+
+
+def test_every_kind_of_mutant_is_refused():
+    """Of one plan with replicas, messages and experts."""
+    layers = (Layer(stage=0), Layer(stage=0, kind="experts"), Layer(stage=1))
+    job = Job(layers=layers, on=(0, 1), microbatches=2, replicas=2, zero=(3, 3), experts="all")
+    plan = job.plan()
+    done = {m.kind for m in mutants.mutants(plan, 40, Random(0)) if mutants.judge(plan, m)}
+    missing = set(mutants.KINDS) - done
+    # Nothing here is random or moves little; what is summed is reduced first.
+    few = {"another random seed", "moved", "a chunk that no longer adds"}
+    assert missing <= {*few, "two sends' values exchanged"}, missing
+
+
+def test_a_failing_job_is_a_script_that_runs_alone():
+    plan = JOB.plan()
+    mutant = next(iter(mutants.mutants(plan, 30, Random(1))))
+    namespace: dict[str, Any] = {"__name__": "script"}
+    with pytest.raises(PiperPlanError):
+        exec(compile(JOB.script(mutant.script(plan)), "script.py", "exec"), namespace)
+    assert [str(i) for p in namespace["plan"].programs for i in p.instrs if not i.where] == [
+        str(i) for p in plan.programs for i in p.instrs if not i.where
+    ]
+
+
+def test_control_a_gap_in_the_proof_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Without the proof of values, a slice of another microbatch is accepted, and noticed."""
+    monkeypatch.setattr("piper_dynamo.ir.verify.check_values", lambda *_: [])
+    plan = JOB.plan()
+    kind = {"another microbatch": mutants.KINDS["another microbatch"]}
+    monkeypatch.setattr(mutants, "KINDS", kind)
+    (mutant,) = mutants.mutants(plan, 1, Random(0))
+    with pytest.raises(AssertionError, match="is accepted, but its results are others"):
+        mutants.judge(plan, mutant)
+
+
+def test_control_wrong_training_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    want = drawn.reference(JOB)
+    want.values["w0"] += 1e-9
+    with pytest.raises(AssertionError, match="parameter w0"):
+        drawn.compare(drawn.trained(JOB), want)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_no_false_alarm_on_any_schedule(schedule: str):
+    """From one rank and one microbatch to 16 by 64."""
+    tried = 0
+    for ranks, microbatches in product((1, 2, 3, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64)):
+        try:
+            strategy = piper.strategies.pipeline(
+                schedule, ranks=ranks, num_microbatches=microbatches
+            )
+        except piper.PiperStrategyError:
+            continue  # the schedule says which sizes it does not take
+        stages = 1 + max(p.filter.tags["PP"] for p in strategy.of(piper.Place))
+        plan = piper.plan(Deep(stages), strategy, rows(microbatches), ranks)
+        plan.verify()
+        assert plan.simulate().makespan > 0
+        tried += 1
+    assert tried >= 8
+
+
+class Deep(torch.nn.Module):
+    """A layer per stage."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        one = Stack4(1)
+        self.w = torch.nn.ParameterList(one.w[k % 4].detach().clone() for k in range(stages))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = x
+        for stage, weight in enumerate(self.w):
+            with piper.annotate("PP", stage):
+                h = torch.tanh(h @ weight.T)
+                if stage == len(self.w) - 1:
+                    loss = (h - y).square().mean()
+        return loss
+
+
+def test_places_are_those_of_the_schedules():
+    """The jobs' strategies are the ones that users write."""
+    strategy = JOB.strategy()
+    assert strategy.of(piper.Place) == tuple(jobs.places({0: [0], 1: [1]}, "one_f_one_b", 2))
