@@ -28,14 +28,14 @@ class Block:
         spec: The whole parameter.
         home: The rows with their filling; None where the parameter is whole.
         rows: How many rows are its own.
-        first: Which of the parameter's rows the first of them is.
+        start: The first of them in the whole parameter.
     """
 
     param: nn.Parameter
     spec: TensorSpec
     home: Tensor | None
     rows: int
-    first: int = 0
+    start: int
 
     def value(self) -> Tensor:
         """What the program reads: the block, filled up, with the optimizer's last values."""
@@ -76,12 +76,12 @@ def take_block(param: nn.Parameter, layout: Layout | None, mesh: Any, rank: int)
     """
     spec = TensorSpec.of(param)
     whole = param.detach()
-    local, home, rows, start = whole, None, 0, 0
+    local, home, start, rows = whole, None, 0, 0
     placements: list[Any] = [Replicate() for _ in range(mesh.ndim)]
     levels = [g for g in (layout.expert_groups, layout.shard_groups) if g] if layout else []
     if levels:
         assert layout is not None
-        rows = spec.shape[0]
+        start, rows = 0, spec.shape[0]
         for dim, groups in enumerate(levels, start=mesh.ndim - len(levels)):
             (group,) = [g for g in groups if rank in g]
             height = -(-rows // len(group))
@@ -97,7 +97,7 @@ def take_block(param: nn.Parameter, layout: Layout | None, mesh: Any, rank: int)
         spec=spec,
         home=home,
         rows=rows,
-        first=start,
+        start=start,
     )
 
 

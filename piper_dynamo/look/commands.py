@@ -62,7 +62,7 @@ def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     @click.pass_context
-    def wrapped(ctx: click.Context, **options: Any) -> Any:
+    def called(ctx: click.Context, /, **options: Any) -> Any:
         from piper_dynamo.look.target import load_target
 
         own = {name: options.pop(name) for name in list(options) if name not in _SHARED}
@@ -76,6 +76,7 @@ def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
         target = load_target(path, options, given, is_meta=is_meta)
         return command(ctx, target, ranks, **own)
 
+    wrapped: Callable[..., Any] = called
     for field in reversed([one for one in fields(Config) if one.name in ASKED]):
         wrapped = option_of(field)(wrapped)
     wrapped = click.option("--json", "as_json", is_flag=True, help="A last line as JSON.")(wrapped)

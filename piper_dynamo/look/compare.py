@@ -203,7 +203,7 @@ def _rows(step: Any, *, is_gradient: bool) -> dict[str, tuple[int, Tensor]]:
         stepped = record.stepped(param)
         value = stepped.grad if is_gradient else stepped
         if value is not None:
-            first = record.block.first if record.block is not None else 0
+            first = record.block.start if record.block is not None else 0
             found[name] = first, compat.local_tensor(value).detach().clone()
     return found
 
@@ -217,11 +217,8 @@ def _reference(target: Target, ranks: _Trace, steps: int, convert: Any) -> _Trac
             convert(target.batches(number, r, ranks.replicas)) for r in range(ranks.replicas)
         ]
         losses = [tree_leaves(_call(model, batch))[ranks.loss_at] for batch in batches]
-        loss = sum(
-            weight * one
-            for weight, one in zip(_weights(target, model, batches), losses, strict=True)
-        )
-        assert isinstance(loss, Tensor)
+        weights = _weights(target, model, batches)
+        loss: Any = sum(weight * one for weight, one in zip(weights, losses, strict=True))
         loss.backward()
         trace.losses.append(loss.item())
         if number == 0:

@@ -147,7 +147,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _sized(title: str, values: Iterable[tuple[str, int]]) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for text, nbytes in values:
         head = title if not lines else ""
         lines.append(f"  {head:<10}  {text}" + (f", {show_bytes(nbytes)}" if nbytes else ""))
