@@ -85,8 +85,9 @@ class Browser:
         return base64.b64decode(self._ask(self.session + "/screenshot", method="GET"))
 
     def log(self) -> list[str]:
-        """What the page has complained of."""
-        return [one["message"] for one in self._ask(self.session + "/se/log", {"type": "browser"})]
+        """The errors of the page."""
+        found = self._ask(self.session + "/se/log", {"type": "browser"})
+        return [one["message"] for one in found if one["level"] == "SEVERE"]
 
 
 @contextmanager
