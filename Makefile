@@ -38,7 +38,7 @@ help:
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
-	@echo "make docs    write docs/schedules.md and its pictures again"
+	@echo "make docs    write docs/schedules.md and the documents' pictures again"
 	@echo "make clean   remove $(VENV), caches and build output; runs/ stays"
 
 env: $(READY)

@@ -121,8 +121,8 @@ def test_pointing_at_a_task_says_what_it_is(page: browsing.Browser):
         "F.PP0.MB3 · forward",
         "rank 0, compute",
         "microbatch 3, stage 0",
-        "0 units to 2 units, takes 2 units",
-        "sends 2.0 KiB to rank 1, taken 3 units",
+        "0 to 2 units, takes 2",
+        "sends 2.0 KiB to rank 1, taken at 3 units",
     ]
     page.point(*place(page, 6.5, 1))
     assert page.text("tip").startswith("B.PP1.MB3 · backward\nrank 1")

@@ -21,7 +21,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.access import clip_grad_norm_, data_rank, data_world, module_of, parameters
 from piper_dynamo.api import compile as piper_compile
 from piper_dynamo.errors import PiperError, format_error
-from piper_dynamo.ir.program import Op
+from piper_dynamo.ir.alias import draws
 from piper_dynamo.look.target import Target, doubled
 from piper_dynamo.planning import Plan, split_of
 from piper_dynamo.runtime.launch import launch
@@ -136,7 +136,7 @@ def _refuse_what_must_differ(target: Target, plan: Plan) -> None:
                 hint="return a scalar loss from forward; name it with Strategy(loss=...)",
             )
         )
-    if any(i.op is Op.RUN and i.seed is not None for p in plan.programs for i in p.instrs):
+    if any(draws(node) for chunk in plan.chunks.values() for node in chunk.graph.nodes):
         raise PiperError(
             format_error(
                 "the model draws random numbers: a microbatch's are not those of a whole batch",
