@@ -3,7 +3,8 @@
 config.json     options, versions and data of the run
 plan.txt        summary and distributed graph         program_rank0.py ...  what each rank runs
 metrics.jsonl   a line per step and per evaluation    loss.png              the same as curves
-timeline.png    one step, predicted above measured    trace.json            measured, for Perfetto
+timeline.png    one step, predicted above measured    timeline.html         the same, with zoom
+trace.json      the measured step, for Perfetto
 summary.json    the result, as `--json` prints it
 """
 
@@ -19,7 +20,7 @@ import torch
 
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.measure import measured_costs
-from piper_dynamo.pictures import plot_timeline, to_chrome_trace
+from piper_dynamo.pictures import save, to_chrome_trace
 from piper_dynamo.planning import Plan
 from piper_dynamo.timeline import Timeline
 from piper_dynamo.train.config import Config
@@ -31,6 +32,7 @@ FILES = (
     "metrics.jsonl",
     "loss.png",
     "timeline.png",
+    "timeline.html",
     "trace.json",
     "summary.json",
 )
@@ -162,12 +164,9 @@ class RunFolder:
             return
         step, plan, measured = self._recorded
         predicted = plan.timeline(measured_costs(measured))
-        plot_timeline(
-            {"predicted, from the mean time of each task": predicted, "measured": measured},
-            self.path / "timeline.png",
-            unit="s",
-            title=f"step {step}",
-        )
+        shown = {"predicted, from the mean time of each task": predicted, "measured": measured}
+        for name in ("timeline.png", "timeline.html"):
+            save(shown, self.path / name, unit="s", title=f"step {step}")
         to_chrome_trace(measured, self.path / "trace.json")
 
 
