@@ -41,7 +41,7 @@ help:
 	@echo "make bench-plan   time of the proof, the simulation and planning by size"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
-	@echo "make docs    write docs/schedules.md and its pictures again"
+	@echo "make docs    write docs/schedules.md and the documents' pictures again"
 	@echo "make clean   remove $(VENV), caches and build output; runs/ stays"
 
 env: $(READY)

@@ -31,13 +31,15 @@ setup(
     packages=[
         "piper_dynamo",
         "piper_dynamo.ir",
+        "piper_dynamo.look",
         "piper_dynamo.lowering",
         "piper_dynamo.moe",
         "piper_dynamo.passes",
+        "piper_dynamo.pictures",
         "piper_dynamo.runtime",
         "piper_dynamo.train",
     ],
-    package_data={"piper_dynamo": ["py.typed"]},
+    package_data={"piper_dynamo": ["py.typed"], "piper_dynamo.pictures": ["page.html"]},
     zip_safe=False,
     python_requires=">=3.11",
     install_requires=[

@@ -27,7 +27,8 @@ from benchmarks.experts_sides import EXPERT_RANKS, Job, Mixture, PiperMixture, T
 from benchmarks.links import Links
 from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row
-from piper_dynamo.timeline import Timeline, plot_timeline
+from piper_dynamo.pictures import plot_timeline
+from piper_dynamo.timeline import Timeline
 
 SETS = {
     "real": Job(ranks=1, mbit=1500.0, dense=1024),

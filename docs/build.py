@@ -1,4 +1,4 @@
-"""Write `docs/schedules.md` and its pictures: `python -m docs.build`, or `make docs`.
+"""Write `docs/schedules.md` and the documents' pictures: `python -m docs.build`, or `make docs`.
 
 The numbers come from plans (`figures.py`), the rules from the schedules' own docstrings.
 """
@@ -22,8 +22,10 @@ from docs.figures import (
     allowed,
     figures,
     plan_of,
+    sharded_plan,
     uniform,
 )
+from piper_dynamo.costs import Costs
 from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.schedules import SCHEDULES, Shape
 
@@ -147,10 +149,17 @@ def main() -> None:
     for name in SCHEDULES:
         picture = FOLDER / "schedules" / f"{name}.png"
         plan_of(name, input_gradient=True).plot(picture, uniform(name))
-        with Image.open(picture) as image:  # a palette takes a third of the bytes
-            image.convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(
-                picture, optimize=True
-            )
+        _with_palette(picture)
+    (FOLDER / "pictures").mkdir(exist_ok=True)
+    picture = FOLDER / "pictures" / "timeline.png"
+    sharded_plan().plot(picture, Costs(comm=0.2))
+    _with_palette(picture)
+
+
+def _with_palette(picture: Path) -> None:
+    """A palette takes a third of the bytes."""
+    with Image.open(picture) as image:
+        image.convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(picture, optimize=True)
 
 
 if __name__ == "__main__":

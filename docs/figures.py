@@ -77,6 +77,13 @@ def plan_of(name: str, *, input_gradient: bool) -> Plan:
     return piper.plan(Stack(stages), strategy, batch, world_size=RANKS)
 
 
+def sharded_plan() -> Plan:
+    """Two pipeline ranks of two replicas each, which shard all they hold."""
+    strategy = pipeline("one_f_one_b", ranks=2, num_microbatches=4, replicas=2, zero=3)
+    x, y = torch.zeros(2, 4 * ROWS, WIDTH)
+    return piper.plan(Stack(2), strategy, (x, y))
+
+
 def uniform(name: str) -> Costs:
     """Costs of a stage, of which a rank may have several."""
     v = len(placement(name, RANKS)) // RANKS

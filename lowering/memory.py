@@ -6,7 +6,7 @@ long as any of them.
 Signature: draft -> draft with frees; program -> its peak bytes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper_dynamo.ir.chunk import Chunk
@@ -134,3 +134,25 @@ def _run(
 def peak_bytes(program: RankProgram, chunks: Mapping[str, Chunk]) -> int:
     """The most the step holds at once between instructions."""
     return max(bytes_over_time(program, chunks), default=0)
+
+
+def memory_curve(
+    program: RankProgram, chunks: Mapping[str, Chunk], starts: Sequence[float]
+) -> list[tuple[float, int]]:
+    """From when on a step holds how many bytes, where they change.
+
+    What an instruction makes is there from its start.
+
+    Args:
+        program: One rank's.
+        chunks: What it runs.
+        starts: When each of its instructions starts.
+    """
+    curve: list[tuple[float, int]] = []
+    for start, held in zip(starts, bytes_over_time(program, chunks), strict=True):
+        if len(curve) > 1 and curve[-2][0] == start:
+            # Of what comes and goes at one moment, the most and the last.
+            curve[-2:] = [(start, max(curve[-2][1], curve[-1][1]))]
+        if not curve or curve[-1][1] != held:
+            curve.append((start, held))
+    return curve

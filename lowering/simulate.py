@@ -15,7 +15,7 @@ from piper_dynamo.errors import PiperError, PiperSyntaxError
 from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, TaskName
-from piper_dynamo.timeline import COLLECTIVE_LOOKS, Event, Timeline
+from piper_dynamo.timeline import COLLECTIVE_LOOKS, Event, Message, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,14 @@ class Simulation:
 
     Attributes:
         timeline: Every task, message and collective on every rank.
+        starts: When each rank came to each of its instructions.
         makespan: Time from the first to the last event.
         peaks: Predicted peak bytes of each rank's step; see `peak_bytes`.
         traffic: Each rank's transfers by stream, messages under "recv"; see `communication`.
     """
 
     timeline: Timeline
+    starts: tuple[tuple[float, ...], ...]
     makespan: float
     peaks: tuple[int, ...]
     traffic: tuple[Mapping[str, Traffic], ...]
@@ -102,6 +104,7 @@ class _Rank:
         handles: The collective that each of its handles is.
         total: Time of its transfers, by stream.
         exposed: What of it the rank waited for.
+        starts: When it came to each instruction that it has run.
     """
 
     now: float = 0.0
@@ -110,6 +113,7 @@ class _Rank:
     handles: dict[str, tuple[Group, int]] = field(default_factory=dict)
     total: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
+    starts: list[float] = field(default_factory=list)
 
     def wait(self, stream: str, ready: float, end: float) -> None:
         """Wait for a transfer that lasts from `ready` to `end`."""
@@ -149,7 +153,8 @@ def simulate(
             )
             raise PiperError(f"the plan deadlocks in simulation: {stuck}")
     return Simulation(
-        timeline=Timeline(events=run.events),
+        timeline=Timeline(events=run.events, messages=run.messages),
+        starts=tuple(tuple(rank.starts) for rank in run.ranks),
         makespan=max((rank.now for rank in run.ranks), default=0.0),
         peaks=tuple(p.peak_bytes for p in programs),
         traffic=tuple(rank.traffic() for rank in run.ranks),
@@ -169,18 +174,23 @@ class _Simulator:
         self.took = durations(tasks_run(programs), costs, halves)
         self.ranks = [_Rank() for _ in programs]
         self.events: list[Event] = []
+        self.messages: list[Message] = []
         self.free: dict[object, float] = {}  # when a link has carried what it was given
-        self.arrivals: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self.arrivals: dict[tuple[int, int, int], tuple[float, float, int]] = {}
         self.issues: dict[tuple[Group, int], list[tuple[int, float, Instr]]] = {}
         self.meetings: dict[tuple[Group, int], tuple[float, float]] = {}
 
     def advance(self, rank: int) -> bool:
         """Let a rank run until it must wait for another; whether it did anything."""
         instrs, one = self.programs[rank].instrs, self.ranks[rank]
-        start = one.at
-        while one.at < len(instrs) and self.step(rank, one, instrs[one.at]):
+        begin = one.at
+        while one.at < len(instrs):
+            start = one.now
+            if not self.step(rank, one, instrs[one.at]):
+                break
+            one.starts.append(start)
             one.at += 1
-        return one.at > start
+        return one.at > begin
 
     def step(self, rank: int, one: _Rank, instr: Instr) -> bool:
         """Run one instruction; False if it waits for what another rank has not done yet."""
@@ -191,14 +201,27 @@ class _Simulator:
         elif instr.op is Op.SEND:
             specs = [instr.spec] if instr.spec is not None else []
             start, end = self.transfer((rank, instr.peer), one.now, Kind.SEND, specs, 2)
-            self.arrivals[rank, instr.peer, instr.message] = one.now, end
+            nbytes = sum(spec.nbytes for spec in specs)
+            self.arrivals[rank, instr.peer, instr.message] = one.now, end, nbytes
             if end > start:
                 self.event(rank, "send", instr, "send", start, end)
         elif instr.op is Op.WAIT and instr.peer >= 0:
             key = (instr.peer, rank, instr.message)
             if key not in self.arrivals:
                 return False
-            one.wait("recv", *self.arrivals[key])
+            sent, end, nbytes = self.arrivals[key]
+            one.wait("recv", sent, end)
+            self.messages.append(
+                Message(
+                    source=instr.peer,
+                    target=rank,
+                    number=instr.message,
+                    name=instr.task,
+                    nbytes=nbytes,
+                    sent_s=sent,
+                    taken_s=one.now,
+                )
+            )
         elif instr.group:
             self.issue(rank, one, instr)
         elif instr.op is Op.WAIT:

@@ -15,6 +15,7 @@ from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, f
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.options import Options
 from piper_dynamo.planning import Plan
+from piper_dynamo.state import stand_in
 from piper_dynamo.step import Session, StandIn, session
 from piper_dynamo.strategy import Place, Strategy
 
@@ -91,10 +92,14 @@ def plan(
     world = world_size if world_size is not None else max(ranks, default=0) + 1
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise PiperPlanError(f"world_size is {world!r}; give a number of ranks >= 1")
-    if any(p.is_meta for p in model.parameters()):
-        example_inputs = tree_map(_to_meta, example_inputs)
     args, kwargs = _arguments(example_inputs)
-    with session(world) as now:
+    given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    device = next((v.device for v in given if not v.is_meta), torch.device("cpu"))
+    args, kwargs = tree_map(
+        lambda v: stand_in(v, device) if isinstance(v, torch.Tensor) and v.is_meta else v,
+        (args, kwargs),
+    )
+    with _stood_for(model, device), session(world) as now:
         _call(step, now, args, kwargs)
     if not now.plans:
         raise PiperCaptureError("the model computes nothing on tensors: there is nothing to plan")
@@ -112,8 +117,30 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+@contextmanager
+def _stood_for(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """While a model is planned, tensors of another device stand for its own on the meta device.
+
+    On the meta device itself torch lacks the derivatives of some operators, and a tensor that
+    forward makes on the CPU does not go with the model's.
+    """
+    made: dict[int, torch.Tensor] = {}
+    swapped: list[tuple[Any, str, torch.Tensor]] = []
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                swapped.append((held, name, tensor))
+                if id(tensor) not in made:  # one that is tied stays so
+                    made[id(tensor)] = stand_in(tensor, device)
+    for held, name, tensor in swapped:
+        held[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for held, name, tensor in swapped:
+            held[name] = tensor
 
 
 def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:

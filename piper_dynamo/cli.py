@@ -7,55 +7,18 @@ without a process.
 import functools
 import json
 import os
-import types
 from collections.abc import Callable
-from dataclasses import Field, fields, replace
-from typing import Any, get_args
+from dataclasses import fields, replace
+from typing import Any
 
 import click
 
 from piper_dynamo.errors import PiperError, PiperStrategyError
+from piper_dynamo.look.commands import COMMANDS
+from piper_dynamo.look.options import option_of
 from piper_dynamo.runtime.launch import launch
-from piper_dynamo.schedules import SCHEDULES
-from piper_dynamo.train.config import CHUNKS, DTYPES, Config, schedule_name
+from piper_dynamo.train.config import Config, schedule_name
 
-_HELP = {
-    "out": "Run folder; an earlier run's files in it are replaced.  [default: runs/<time>]",
-    "steps": "Optimizer steps.",
-    "ranks": "Processes; follows from --pp, --dp and --ep.",
-    "pp": "Pipeline ranks.",
-    "model": "llama, or moe: DeepSeek-style experts in place of every MLP.",
-    "dp": "Replicas of the pipeline, each on its share of the batch.",
-    "ep": "Replicas that share the experts of one copy, of --model moe.",
-    "experts": "Experts per layer of --model moe, beside a shared one.",
-    "top_k": "Experts that a token goes to.",
-    "capacity": "Most tokens an expert takes of a rank's microbatch, 1 being its even share; it "
-    "drops the others.  [default: takes all]",
-    "zero": "What replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.",
-    "bucket_mb": "MiB of parameters that are gathered and reduced as one.  [default: a stage's]",
-    "prefetch": "How many uses ahead a shard is gathered.",
-    "keep": "How long --zero 3 keeps what it gathered: chunk, step, or a number of buckets.",
-    "microbatches": "Microbatches per step and replica.",
-    "schedule": f"One of {', '.join(SCHEDULES)}; 1f1b is one_f_one_b.",
-    "compile": f"How chunks run: {' or '.join(CHUNKS)}.",
-    "dim": "Model dim.",
-    "layers": "Decoder layers.",
-    "heads": "Attention heads.",
-    "kv_heads": "Key-value heads.",
-    "seq": "Tokens (bytes) per row.",
-    "batch": "Rows per step, all microbatches and replicas together.",
-    "tied_head": "Share the weights of embedding and head.",
-    "dtype": f"{' or '.join(DTYPES)}.",
-    "lr": "Peak learning rate.",
-    "warmup": "Steps of linear warm-up.",
-    "weight_decay": "AdamW's weight decay.",
-    "clip": "Gradient norm to clip at.",
-    "seed": "Of initial values and batches.",
-    "eval_every": "Steps between evaluations, and one at the end; 0: never.",
-    "eval_batches": "Batches per evaluation.",
-    "compare": "Check the first three steps against one process.",
-    "timeout_s": "Seconds a rank may wait for another.",
-}
 REFUSED, FAILED = 2, 1
 
 
@@ -76,21 +39,14 @@ def main() -> None:
     """Run ordinary PyTorch models as distributed programs."""
 
 
-def _option(field: "Field[Any]") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The option of a config's field, with its type and default."""
-    flag, text = "--" + field.name.replace("_", "-"), _HELP[field.name]
-    if isinstance(field.default, bool):
-        both = f"{flag}/--no-{flag[2:]}"
-        return click.option(both, default=field.default, show_default=True, help=text)
-    (kind,) = {*(get_args(field.type) or (field.type,))} - {types.NoneType}
-    has_default = field.default is not None
-    return click.option(flag, type=kind, default=field.default, show_default=has_default, help=text)
+for _command in COMMANDS:
+    main.add_command(_command)
 
 
 def _config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """An option per field of the job's config."""
     for field in reversed(fields(Config)):
-        command = _option(field)(command)
+        command = option_of(field)(command)
     return command
 
 

@@ -4,19 +4,25 @@ A collective is drawn in its stream's lane from its issue to the end of the wait
 had, of which it may have needed less. The wait itself has a lane of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
-from piper_dynamo.ir.program import COLLECTIVES, Instr, Op
+from piper_dynamo.costs import Costs
+from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram
 from piper_dynamo.ir.task import TaskName
+from piper_dynamo.pictures import read_chrome_trace
 from piper_dynamo.runtime.executor import Executor
-from piper_dynamo.timeline import COLLECTIVE_LOOKS, Event, Timeline
+from piper_dynamo.timeline import COLLECTIVE_LOOKS, COMPUTE, Event, Message, Timeline
 
 
 def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
     """An empty timeline, and what fills it from an executor whose last step was timed."""
     events: list[Event] = []
-    timeline = Timeline(events=events)
+    messages: list[Message] = []
+    timeline = Timeline(events=events, messages=messages)
 
     def take(executor: Executor) -> None:
         marks = executor.marks
@@ -36,6 +42,27 @@ def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
                 of, began = issued.pop(instr.inputs[0])
                 events.append(_event(rank, of.stream, of.task, COLLECTIVE_LOOKS[of.op], began, end))
             events.append(_event(rank, stream, instr.task, kind, start, end, tags))
+            if instr.op is Op.SEND and instr.spec is not None:
+                messages.append(
+                    Message(
+                        source=rank,
+                        target=instr.peer,
+                        number=instr.message,
+                        name=instr.task,
+                        nbytes=instr.spec.nbytes,
+                        sent_s=start,
+                    )
+                )
+            elif instr.op is Op.WAIT and instr.peer >= 0:
+                messages.append(
+                    Message(
+                        source=instr.peer,
+                        target=rank,
+                        number=instr.message,
+                        name=instr.task,
+                        taken_s=end,
+                    )
+                )
 
     return timeline, take
 
@@ -70,3 +97,45 @@ def _kind(op: Op) -> str:
             return "wait"
         case _:
             return "other"
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """Costs of a simulation: the mean measured time of each region's passes."""
+    spent: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in timeline.events:
+        if event.kind in COMPUTE:
+            region = str(TaskName.parse(event.name).region)
+            spent[region, event.kind].append(event.duration_s)
+    mean = {key: sum(found) / len(found) for key, found in spent.items()}
+
+    def cost(name: TaskName) -> float:
+        return mean.get((str(name.region), name.which.value), 0.0)
+
+    return Costs(of=cost)
+
+
+def measured_step(folder: str | Path, programs: Sequence[RankProgram]) -> Timeline:
+    """The step that a run folder holds the trace of.
+
+    Args:
+        folder: Of `piper train`.
+        programs: Of the plan that it is to be compared with.
+
+    Raises:
+        PiperError: There is no trace, or it is of another plan.
+    """
+    measured = read_chrome_trace(Path(folder) / "trace.json")
+    ran = {(e.rank, e.name) for e in measured.events if e.kind in COMPUTE}
+    planned = {(p.rank, i.task) for p in programs for i in p.instrs if i.op is Op.RUN}
+    other = sorted(ran ^ planned)
+    if other:
+        rank, task = other[0]
+        whose = "the run has" if other[0] in ran else "the plan has"
+        raise PiperError(
+            format_error(
+                "the run is not one of this plan",
+                {"run": folder, "differs": f"{whose} {task} on rank {rank}, the other has not"},
+                hint="plan what the run ran: its options are in config.json",
+            )
+        )
+    return measured

@@ -30,10 +30,11 @@ from piper_dynamo.lowering.apart import keep_apart
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.lower import finish, lower
-from piper_dynamo.lowering.memory import free_dead, peak_bytes
+from piper_dynamo.lowering.memory import free_dead, memory_curve, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
 from piper_dynamo.lowering.sums import add_in_chunks
+from piper_dynamo.measure import measured_costs, measured_step
 from piper_dynamo.moe.capacity import Capacity
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Bound, set_capacities
@@ -52,6 +53,9 @@ from piper_dynamo.passes.split import Split, batch_dims
 from piper_dynamo.passes.split_backward import SplitBackward
 from piper_dynamo.passes.tie import Tie
 from piper_dynamo.passes.transfer import Transfer
+from piper_dynamo.pictures import save
+from piper_dynamo.pictures.graph import draw_graph
+from piper_dynamo.plan_checks import check_two_programs, check_weight_inputs
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective
@@ -60,6 +64,7 @@ from piper_dynamo.strategy import Shard as ShardDirective
 from piper_dynamo.strategy import Split as SplitDirective
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.summary import summarize
+from piper_dynamo.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,19 +160,41 @@ class Plan:
         """The step on an ideal machine with the given costs."""
         return simulate(self.programs, costs or Costs(), self.halves)
 
+    def timeline(self, costs: Costs | None = None) -> Timeline:
+        """The simulated step, with what each rank's step holds over time."""
+        found = self.simulate(costs)
+        for program, starts in zip(self.programs, found.starts, strict=True):
+            curve = memory_curve(program, self.dag.chunks, starts)
+            found.timeline.memory[program.rank] = curve
+        return found.timeline
+
     def plot(
-        self, path: str | Path, costs: Costs | None = None, *, unit: str = "units of cost"
+        self,
+        path: str | Path,
+        costs: Costs | None = None,
+        *,
+        unit: str = "units of cost",
+        run: str | Path | None = None,
     ) -> None:
         """Draw the simulated step, rank by time.
 
         Args:
-            path: PNG or SVG, by its suffix.
-            costs: What things cost; None: every pass of a region 1.
-            unit: The unit of the costs; "s" where they are seconds.
+            path: .png, .svg, .html (with zoom and hover) or .json (a trace for Perfetto).
+            costs: What things cost; None: every pass of a region 1, or what it took in `run`.
+            unit: The unit of the costs; "s" where they are seconds, as beside a run they must be.
+            run: A run folder, whose measured step is drawn below the predicted one.
         """
-        from piper_dynamo.timeline import plot_timeline
+        timelines = {}
+        if run is not None:
+            unit, measured = "s", measured_step(run, self.programs)
+            timelines = {"measured": measured}
+            costs = costs or measured_costs(measured)
+        heading = "predicted, from the mean time of each task" if run and costs else "predicted"
+        save({heading: self.timeline(costs), **timelines}, path, unit=unit)
 
-        plot_timeline({"predicted": self.simulate(costs).timeline}, path, unit=unit)
+    def draw(self, path: str | Path) -> None:
+        """Draw the distributed DAG, if it is small: .dot, or .svg where graphviz is installed."""
+        draw_graph(self.dag, path)
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         """The ranks that hold each parameter and buffer, by argument position."""
@@ -240,6 +267,7 @@ class Plan:
             num_microbatches=self.dag.num_microbatches,
             training=self.dag.training,
             untagged=self.untagged,
+            communicators=self.communicators(),
         )
 
     def __str__(self) -> str:
@@ -500,56 +528,6 @@ def make_plan(
 def replicas_of(groups: Sequence[tuple[int, ...]]) -> dict[int, int]:
     """Which replica each rank belongs to."""
     return {rank: place for devices in groups for place, rank in enumerate(devices)}
-
-
-def check_weight_inputs(
-    weigh: Callable[..., Any], programs: Sequence[RankProgram], args: Sequence[Arg]
-) -> None:
-    """A loss weight function runs where the loss is made: that rank must be given what it asks for.
-
-    Raises:
-        PiperPlanError: It asks for an argument that such a rank does not use, and so may not have.
-    """
-    wanted = compat.parameter_names(weigh)
-    for program in programs:
-        have = {args[position].name for _, position in program.data}
-        missing = [name for name in wanted if name not in have]
-        if program.weights and missing:
-            raise PiperPlanError(
-                format_error(
-                    "the loss weight function asks for what its rank is not given",
-                    {"rank": program.rank, "asks for": ", ".join(missing), "has": ", ".join(have)},
-                    hint="use the argument in the region that makes the loss, or weigh by another",
-                )
-            )
-
-
-def check_two_programs(dag: Dag, world_size: int) -> None:
-    """A step without a loss runs all forwards, gives its outputs, and runs all backwards later.
-
-    Raises:
-        PiperPlanError: An order wants a backward before a forward, or there are several ranks: only
-            the ranks that own an output could start its backward.
-    """
-    hint = "return a scalar loss from forward, so that it is made inside the step"
-    if world_size > 1:
-        raise PiperPlanError(
-            format_error(
-                "no output of the model can be the loss, and the step is placed on several ranks",
-                {"ranks": world_size, "orders": "need the loss inside the step"},
-                hint=hint,
-            )
-        )
-    for before, after, where in dag.orders:
-        first, second = task_of(before).name, task_of(after).name
-        if first and second and first.which is not Pass.F and second.which is Pass.F:
-            raise PiperPlanError(
-                format_error(
-                    "no output of the model can be the loss, but an order interleaves backwards",
-                    {"order": f"{first} before {second}, at {where}"},
-                    hint=hint,
-                )
-            )
 
 
 def lower_all(

@@ -10,7 +10,7 @@ model share it, and two models that share one compiled program do not.
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,10 +124,30 @@ def record_of(tensor: Tensor) -> Record | None:
     return found[1] if found is not None and found[0]() is tensor else None
 
 
+def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of another device that a plan takes for one on the meta device.
+
+    Instead of a parameter it is one number, however large the parameter is.
+    """
+    spec = replace(TensorSpec.of(tensor), device=str(device))
+    made: Tensor
+    if isinstance(tensor, nn.Parameter):
+        one = torch.zeros((), dtype=tensor.dtype, device=device)
+        made = nn.Parameter(one.expand(tensor.shape), requires_grad=tensor.requires_grad)
+    else:
+        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        made.requires_grad_(tensor.requires_grad)
+    made.__dict__["_piper_stands_for"] = spec
+    return made
+
+
 def spec_of_arg(tensor: Tensor) -> TensorSpec:
-    """The spec of an argument where it is held: an absent parameter remembers its layout."""
+    """The spec of an argument where it is held: what is absent, or stood for, has its own."""
     record = record_of(tensor)
-    return record.spec if record is not None else TensorSpec.of(tensor)
+    if record is not None:
+        return record.spec
+    spec: TensorSpec | None = tensor.__dict__.get("_piper_stands_for")
+    return spec if spec is not None else TensorSpec.of(tensor)
 
 
 def absent_output(spec: TensorSpec, label: str, owners: Sequence[int]) -> Tensor:

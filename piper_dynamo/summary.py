@@ -1,26 +1,116 @@
-"""What a plan comes to, rank by rank, as a table.
+"""What a plan comes to, rank by rank, as numbers and as tables.
 
 Terms: on a rank a parameter is *whole*, *sharded* (a block of its rows) or *absent* (other ranks
 hold it); a *gather* makes sharded parameters whole, a *reduction* sums gradients over replicas, an
 *exchange* brings rows to their experts or back. A column is there only if some rank has something
 in it.
 
-Signature: all ranks' programs -> text.
+Signature: all ranks' programs -> records; -> text.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from piper_dynamo.errors import PiperSyntaxError
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.ops import block_spec
-from piper_dynamo.ir.program import REDUCTIONS, ROW_EXCHANGES, Instr, Op, RankProgram
+from piper_dynamo.ir.program import (
+    COLLECTIVES,
+    REDUCTIONS,
+    ROW_EXCHANGES,
+    Group,
+    Instr,
+    Op,
+    RankProgram,
+)
 from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.ir.task import RegionId, TaskName
+from piper_dynamo.tables import table
 
 NONE = "-"
 _ALWAYS = ("rank", "regions", "tasks", "step peak")
 # Of the step itself: the loss is a number, and its reduction says nothing of a strategy.
-_LOSS = "loss"
+LOSS = "loss"
+_LISTED = 20  # rows of a table whose length grows with the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Some transfers of a rank's step: how many, and the bytes of all."""
+
+    count: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> "Traffic":
+        """Of transfers of these sizes."""
+        return cls(count=len(sizes), nbytes=sum(sizes))
+
+    def __str__(self) -> str:
+        return f"{self.count} ({show_bytes(self.nbytes)})" if self.count else NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What a rank holds, runs and exchanges in a step; sizes in bytes.
+
+    Attributes:
+        rank: Which.
+        regions: The regions it runs, and into how many pieces each is cut.
+        parameters: Of parameters that it holds whole.
+        sharded: Of its blocks of others.
+        absent: Of those that it does not hold.
+        buffers: Of its buffers.
+        tasks: How many tasks it runs.
+        sends: Its messages.
+        exchanges: Rows that come to it.
+        gathers: What its gathers make.
+        reductions: What its reductions sum.
+        step_peak: Predicted peak of the step, beside what it holds before.
+    """
+
+    rank: int
+    regions: str
+    parameters: int
+    sharded: int
+    absent: int
+    buffers: int
+    tasks: int
+    sends: Traffic
+    exchanges: Traffic
+    gathers: Traffic
+    reductions: Traffic
+    step_peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """Messages of one kind of task: what a rank sends to others, of all microbatches.
+
+    Attributes:
+        source: The rank that sends.
+        targets: The ranks that it sends to.
+        after: The task that makes the values, without its microbatch.
+        each: Bytes of one message; of the largest, where they differ.
+        messages: Their number and bytes.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    after: str
+    each: int
+    messages: Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A communicator, and what one of its ranks does with it in a step."""
+
+    stream: str
+    ranks: tuple[int, ...]
+    collectives: Traffic
 
 
 def summarize(
@@ -31,6 +121,7 @@ def summarize(
     num_microbatches: int,
     training: bool,
     untagged: Sequence[tuple[str, RegionId]],
+    communicators: Sequence[Group] = (),
 ) -> str:
     """Ranks, what they hold, run, send, gather and reduce per step, and predicted memory.
 
@@ -41,6 +132,7 @@ def summarize(
         num_microbatches: Per replica.
         training: Whether there is a backward.
         untagged: Lines of operators without a tag, and the region they joined.
+        communicators: What ranks create before the first step, in that order.
     """
     heading = [
         _many(len(programs), "rank"),
@@ -48,17 +140,10 @@ def summarize(
         _many(num_microbatches, "microbatch", "es"),
         "training" if training else "forward only",
     ]
-    rows = [_row(program, args) for program in programs]
+    rows = [_row(facts(program, args)) for program in programs]
     heads = [h for h in rows[0] if h in _ALWAYS or any(row[h] != NONE for row in rows)]
-    table = [heads, *([row[head] for head in heads] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["plan of " + ", ".join(heading)]
-    for cells in table:
-        padded = [
-            cell.ljust(width) if head == "regions" else cell.rjust(width)
-            for head, cell, width in zip(heads, cells, widths, strict=True)
-        ]
-        lines.append("  ".join(padded).rstrip())
+    lines += table(heads, [[row[head] for head in heads] for row in rows], left=("regions",))
     if "exchanges" in heads:
         lines.append(
             f"exchanges of a step, with the bytes of the rows that come{_if_even(programs)}"
@@ -67,6 +152,8 @@ def summarize(
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
     unique = {key for program in programs for _, key in program.chunks}
     lines.append(f"{_many(len(unique), 'chunk')} to compile")
+    lines += _edge_lines(edges(programs))
+    lines += _use_lines(uses(programs, communicators))
     if untagged:
         lines.append("untagged operators, and the region they joined:")
         lines += [
@@ -76,24 +163,125 @@ def summarize(
     return "\n".join(lines)
 
 
-def _row(program: RankProgram, args: Sequence[Arg]) -> dict[str, str]:
+def facts(program: RankProgram, args: Sequence[Arg]) -> RankFacts:
+    """One rank's figures.
+
+    Args:
+        program: The rank's.
+        args: The captured call's arguments.
+    """
     runs = [i for i in program.instrs if i.op is Op.RUN]
     whole, sharded, absent = _parameters(program, args)
     buffers = [args[p].spec for _, p in program.state if args[p].kind is ArgKind.BUFFER]
+
+    def traffic(is_meant: Callable[[Instr], bool]) -> Traffic:
+        return Traffic.of([_moved(i) for i in program.instrs if is_meant(i)])
+
+    return RankFacts(
+        rank=program.rank,
+        regions=_regions(runs),
+        parameters=whole,
+        sharded=sharded,
+        absent=absent,
+        buffers=sum(spec.nbytes for spec in buffers if spec is not None),
+        tasks=len(runs),
+        sends=traffic(lambda i: i.op is Op.SEND),
+        exchanges=traffic(lambda i: i.op in ROW_EXCHANGES),
+        gathers=traffic(lambda i: i.op is Op.ALL_GATHER),
+        reductions=traffic(_is_reduction),
+        step_peak=program.peak_bytes,
+    )
+
+
+def _row(found: RankFacts) -> dict[str, str]:
     return {
-        "rank": str(program.rank),
-        "regions": _regions(runs),
-        "parameters": _bytes(whole),
-        "sharded": _bytes(sharded),
-        "absent": _bytes(absent),
-        "buffers": _bytes(sum(spec.nbytes for spec in buffers if spec is not None)),
-        "tasks": str(len(runs)),
-        "sends": _traffic([i.spec.nbytes for i in program.instrs if i.op is Op.SEND and i.spec]),
-        "exchanges": _traffic([_moved(i) for i in program.instrs if i.op in ROW_EXCHANGES]),
-        "gathers": _traffic([_moved(i) for i in program.instrs if i.op is Op.ALL_GATHER]),
-        "reductions": _traffic([_moved(i) for i in program.instrs if _is_reduction(i)]),
-        "step peak": show_bytes(program.peak_bytes),
+        "rank": str(found.rank),
+        "regions": found.regions,
+        "parameters": _bytes(found.parameters),
+        "sharded": _bytes(found.sharded),
+        "absent": _bytes(found.absent),
+        "buffers": _bytes(found.buffers),
+        "tasks": str(found.tasks),
+        "sends": str(found.sends),
+        "exchanges": str(found.exchanges),
+        "gathers": str(found.gathers),
+        "reductions": str(found.reductions),
+        "step peak": show_bytes(found.step_peak),
     }
+
+
+def edges(programs: Sequence[RankProgram]) -> list[Edge]:
+    """What ranks send each other in a step, by rank and task."""
+    sizes: dict[tuple[int, str], list[int]] = {}
+    targets: dict[tuple[int, str], set[int]] = {}
+    for program in programs:
+        for instr in program.instrs:
+            if instr.op is Op.SEND:
+                key = (program.rank, _of_any_microbatch(instr.task))
+                sizes.setdefault(key, []).append(_moved(instr))
+                targets.setdefault(key, set()).add(instr.peer)
+    return [
+        Edge(
+            source=source,
+            targets=tuple(sorted(targets[source, after])),
+            after=after,
+            each=max(found),
+            messages=Traffic.of(found),
+        )
+        for (source, after), found in sizes.items()
+    ]
+
+
+def _of_any_microbatch(task: str) -> str:
+    with suppress(PiperSyntaxError):  # what is no task's has a label: the loss, a gradient
+        return str(replace(TaskName.parse(task), mb=None))
+    return task
+
+
+def uses(programs: Sequence[RankProgram], communicators: Sequence[Group]) -> list[Use]:
+    """What a step does with each communicator."""
+    found: dict[Group, list[int]] = {group: [] for group in communicators}
+    for program in programs:
+        for instr in program.instrs:
+            if instr.op in COLLECTIVES and program.rank == instr.group[0]:
+                found.setdefault(instr.communicator, []).append(_moved(instr))
+    return [
+        Use(stream=stream, ranks=ranks, collectives=Traffic.of(sizes))
+        for (stream, ranks), sizes in found.items()
+    ]
+
+
+def _edge_lines(found: Sequence[Edge]) -> list[str]:
+    """A table of messages; none where there are none."""
+    rows = [
+        [str(e.source), _listed(e.targets), e.after, str(e.messages), show_bytes(e.each)]
+        for e in found[:_LISTED]
+    ]
+    if not rows:
+        return []
+    heads = ["from", "to", "value of", "messages", "each"]
+    return ["messages of a step", *table(heads, rows, left=("value of",)), *_rest(found)]
+
+
+def _use_lines(found: Sequence[Use]) -> list[str]:
+    rows = [[use.stream, _listed(use.ranks), str(use.collectives)] for use in found[:_LISTED]]
+    if not rows:
+        return []
+    heads = ["stream", "ranks", "collectives"]
+    title = "communicators, in the order in which ranks create them"
+    return [title, *table(heads, rows, left=("stream", "ranks")), *_rest(found)]
+
+
+def _rest(found: Sequence[object]) -> list[str]:
+    return [f"... and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks as text: 0-3 where they follow each other."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:6]))
+    return f"{shown}, ... ({len(ranks)})" if len(ranks) > 6 else shown
 
 
 def _if_even(programs: Sequence[RankProgram]) -> str:
@@ -131,23 +319,21 @@ def _parameters(program: RankProgram, args: Sequence[Arg]) -> tuple[int, int, in
 
 
 def _is_reduction(instr: Instr) -> bool:
-    return instr.op in REDUCTIONS and instr.task != _LOSS
+    return instr.op in REDUCTIONS and instr.task != LOSS
 
 
 def _moved(instr: Instr) -> int:
-    """Bytes of the whole values that a collective makes or sums, filled up to equal blocks."""
+    """Bytes of a message, or of the whole values that a collective makes or sums, filled up."""
     size = len(instr.group)
     match instr.op:
+        case Op.SEND:
+            return instr.spec.nbytes if instr.spec is not None else 0
         case Op.ALL_GATHER:
             return sum(instr.nbytes)
         case Op.REDUCE_SCATTER:
             return sum(size * spec.nbytes for spec in instr.specs)
         case _:
             return sum(spec.nbytes for spec in instr.specs)
-
-
-def _traffic(sizes: Sequence[int]) -> str:
-    return f"{len(sizes)} ({show_bytes(sum(sizes))})" if sizes else NONE
 
 
 def _bytes(nbytes: int) -> str:

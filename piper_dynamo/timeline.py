@@ -1,41 +1,22 @@
-"""Timelines: what each rank did when, simulated or measured, drawn and exported.
+"""Timelines: what each rank did when, simulated or measured; `pictures` draws and exports them.
 
 Terms: an *event* is one instruction's stretch of time on one rank's stream; *busy* is the time in
-events that compute, *idle* the rest of the makespan. A *lane* is a thin row of the picture under a
-rank's compute row, one per further stream.
+events that compute, *idle* the rest of the makespan. A *message* goes from one rank to another: a
+recording of one rank knows one end of it, and merging joins the two.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from piper_dynamo.errors import PiperError
 from piper_dynamo.ir.program import COLLECTIVES, EXCHANGES, REDUCTIONS
 
 COMPUTE = ("F", "B", "BI", "BW")
-# Colours that stay apart in print and for colour-blind readers (Okabe-Ito, lightened), and what
-# the legend calls them; kinds of one name share an entry.
-LOOKS: Mapping[str, tuple[str, str]] = {
-    "F": ("#7fb3d9", "forward"),
-    "B": ("#e9a86b", "backward"),
-    "BI": ("#f2c14e", "input gradient"),
-    "BW": ("#8fc79a", "weight gradient"),
-    "send": ("#8b76b8", "send"),
-    "recv": ("#b9abd6", "receive"),
-    "wait": ("#e4e4e4", "wait"),
-    "reduce": ("#c4668f", "reduce"),
-    "gather": ("#dca3be", "gather"),
-    "exchange": ("#7d5ba6", "exchange of rows"),
-    "other": ("#a8a8a8", "other work"),
-}
 COLLECTIVE_LOOKS = {
     op: "reduce" if op in REDUCTIONS else "exchange" if op in EXCHANGES else "gather"
     for op in COLLECTIVES
 }
-EDGE = "#4d4d4d"
-COMPUTE_HEIGHT, LANE_HEIGHT, GAP = 1.0, 0.24, 0.30  # in units of a compute row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +47,55 @@ class Event:
         return self.end_s - self.start_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A value on its way from one rank to another.
+
+    Attributes:
+        source: Who sends it.
+        target: Who takes it.
+        number: Its position among the messages from `source` to `target`.
+        name: The task that makes the value.
+        nbytes: Its size.
+        sent_s: When it was handed over; None in the target's own recording.
+        taken_s: When the wait for it ended; None in the source's own recording.
+    """
+
+    source: int
+    target: int
+    number: int
+    name: str
+    nbytes: int = 0
+    sent_s: float | None = None
+    taken_s: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """When it was handed over and when it was taken, where both are known."""
+        if self.sent_s is None or self.taken_s is None:
+            return None
+        return self.sent_s, self.taken_s
+
+
 @dataclass(slots=True)
 class Timeline:
-    """Events of one or several ranks; a recording adds to `events` when its step ends."""
+    """Events of one or several ranks; a recording adds to them when its step ends.
+
+    Attributes:
+        events: What ranks did.
+        messages: What they sent each other.
+        memory: Of each rank: from when on its step holds how many bytes, in order of time. Empty
+            where that is not known.
+    """
 
     events: list[Event] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that have events."""
-        return sorted({e.rank for e in self.events})
+        """Ranks that have events, or of which it is known what they hold."""
+        return sorted({e.rank for e in self.events} | set(self.memory))
 
     @property
     def makespan(self) -> float:
@@ -94,10 +114,17 @@ class Timeline:
 
     def shifted(self, offset_s: float) -> "Timeline":
         """The same, later by an offset."""
-        moved = [
-            replace(e, start_s=e.start_s + offset_s, end_s=e.end_s + offset_s) for e in self.events
-        ]
-        return Timeline(moved)
+        return Timeline(
+            [
+                replace(e, start_s=e.start_s + offset_s, end_s=e.end_s + offset_s)
+                for e in self.events
+            ],
+            [
+                replace(m, sent_s=_later(m.sent_s, offset_s), taken_s=_later(m.taken_s, offset_s))
+                for m in self.messages
+            ],
+            {r: [(at + offset_s, held) for at, held in c] for r, c in self.memory.items()},
+        )
 
     def shifted_to_zero(self) -> "Timeline":
         """The same, beginning at 0."""
@@ -126,210 +153,27 @@ class Timeline:
                 "give one offset per timeline"
             )
         moved = [t.shifted(o) if o else t for t, o in zip(given, offsets, strict=True)]
-        return Timeline([e for t in moved for e in t.events])
-
-
-def to_chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write a trace for ui.perfetto.dev or chrome://tracing.
-
-    A process per rank, a thread per stream, the first event at 0. Times are taken as seconds.
-    """
-    events: list[dict[str, Any]] = []
-    streams = _streams(timeline)
-    for rank in timeline.ranks:
-        process = {"ph": "M", "pid": rank, "tid": 0}
-        events.append({**process, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        events.append({**process, "name": "process_sort_index", "args": {"sort_index": rank}})
-        for number, stream in enumerate(streams):
-            thread = {"ph": "M", "pid": rank, "tid": number}
-            events.append({**thread, "name": "thread_name", "args": {"name": stream}})
-            events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": number}})
-    for e in timeline.shifted_to_zero().events:
-        events.append(
-            {
-                "ph": "X",
-                "name": e.name,
-                "cat": e.kind,
-                "pid": e.rank,
-                "tid": streams.index(e.stream),
-                "ts": e.start_s * 1e6,
-                "dur": e.duration_s * 1e6,
-                "args": dict(e.tags),
-            }
+        return Timeline(
+            [e for t in moved for e in t.events],
+            _joined([m for t in moved for m in t.messages]),
+            {rank: curve for t in moved for rank, curve in t.memory.items()},
         )
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    Path(path).write_text(text, encoding="utf-8")
 
 
-def plot_timeline(
-    timelines: Mapping[str, Timeline], path: str | Path, *, unit: str = "", title: str = ""
-) -> None:
-    """Draw timelines above each other, rank by time, coloured by kind, with microbatch numbers.
-
-    Where ranks hold several stages, a later stage's tasks are darker. Numbers that do not fit into
-    their box are left out.
-
-    Args:
-        timelines: By heading, e.g. `{"predicted": ..., "measured": ...}`.
-        path: PNG or SVG, by its suffix.
-        unit: The unit of all times, for the labels: the panels then share one time axis. "s" is
-            shown as ms or µs where that reads better. Empty: none is claimed, and each panel has an
-            axis of its own.
-        title: Above the picture.
-
-    Raises:
-        PiperError: There is nothing to draw, or the suffix is another.
-    """
-    path = Path(path)
-    shown = {name: t.shifted_to_zero() for name, t in timelines.items() if t.events}
-    if not shown:
-        raise PiperError("plot_timeline got no events to draw; record or simulate a step first")
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise PiperError(f"plot_timeline writes .png and .svg, by the path's suffix; got '{path}'")
-    # Here, so that importing Piper costs nothing; through objects, since pyplot's state is global
-    # and would take the user's backend.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    panels = {name: _Panel(t) for name, t in shown.items()}
-    heights = [panel.height for panel in panels.values()]
-    most_ranks = max(len(t.ranks) for t in shown.values())
-    row_in = 0.42 if most_ranks <= 4 else 0.30
-    width_in = min(max(13.0, 0.18 * max(p.most_boxes for p in panels.values())), 40.0)
-    figure = Figure(
-        figsize=(width_in, 0.8 + sum(row_in * h + 0.7 for h in heights)), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    longest = max(t.makespan for t in shown.values())
-    scales: list[float] = []
-    for (name, panel), axis in zip(panels.items(), axes, strict=True):
-        span = (longest if unit else panel.timeline.makespan) or 1.0
-        scale, shown_unit = _scale(span, unit)
-        scales.append(scale)
-        panel.frame(axis, span * scale)
-        length = f"{panel.timeline.makespan * scale:.3g} {shown_unit}".strip()
-        axis.set_title(f"{name} · {length}", loc="left", fontsize=10)
-        axis.set_xlabel(f"time ({shown_unit})" if shown_unit else "time", fontsize=8)
-    _legend(figure, {e.kind for t in shown.values() for e in t.events})
-    if title:
-        figure.suptitle(title, fontsize=11)
-    # Lay out the frames alone: with the boxes and numbers, everything would be drawn twice.
-    figure.draw_without_rendering()
-    figure.set_layout_engine(None)
-    for panel, axis, scale in zip(panels.values(), axes, scales, strict=True):
-        panel.fill(axis, scale)
-    figure.savefig(path, dpi=120)
+def _later(at: float | None, offset_s: float) -> float | None:
+    return None if at is None else at + offset_s
 
 
-class _Panel:
-    """One timeline of a picture. Lengths across time in points, 1/72 inch, where text is fitted."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        self.lanes = [s for s in _streams(timeline) if s != "compute"]
-        self.pitch = COMPUTE_HEIGHT + LANE_HEIGHT * len(self.lanes) + GAP
-        self.height = self.pitch * len(timeline.ranks)
-        boxes: dict[int, int] = {}
-        stages: dict[int, set[int]] = {}
-        for e in timeline.events:
-            if e.kind in COMPUTE:
-                boxes[e.rank] = boxes.get(e.rank, 0) + 1
-                stages.setdefault(e.rank, set()).add(e.tags.get("PP", 0))
-        self.most_boxes = max(boxes.values(), default=0)
-        self.stages = {rank: sorted(found) for rank, found in stages.items()}
-
-    def frame(self, axis: Any, span: float) -> None:
-        """Draw what is around the boxes: an axis of `span` units, the ranks at the left."""
-        ranks = self.timeline.ranks
-        between = "\n" if len(ranks) <= 4 else " · "
-        labels = [f"rank {r}{between}{self.timeline.idle_share(r):.0%} idle" for r in ranks]
-        places = [row * self.pitch + COMPUTE_HEIGHT / 2 for row in range(len(ranks))]
-        axis.set_yticks(places, labels, fontsize=8)
-        axis.set_xlim(0, span * 1.002)  # the last box keeps its right edge
-        axis.set_ylim(self.height - GAP / 2, -GAP / 2)
-        axis.tick_params(axis="x", labelsize=8)
-        axis.tick_params(axis="y", length=0)
-        for side in ("top", "right", "left"):
-            axis.spines[side].set_visible(False)
-
-    def fill(self, axis: Any, scale: float) -> None:
-        """Draw the boxes and their numbers, `scale` units of the axis to one of the timeline's."""
-        from matplotlib.collections import PolyCollection
-        from matplotlib.font_manager import FontProperties
-
-        fonts = {size: FontProperties(size=size) for size in (8.0, 6.5, 5.0)}
-        left, right = axis.get_xlim()
-        width = axis.get_window_extent().width * 72 / axis.figure.dpi
-        points = width / (right - left) * scale  # to one unit of the timeline
-        rows = {rank: row * self.pitch for row, rank in enumerate(self.timeline.ranks)}
-        corners, faces, edges = [], [], []
-        for e in self.timeline.events:
-            top, height = rows[e.rank], COMPUTE_HEIGHT
-            if e.stream != "compute":
-                top += COMPUTE_HEIGHT + LANE_HEIGHT * self.lanes.index(e.stream)
-                height = LANE_HEIGHT
-            start, end, bottom = e.start_s * scale, e.end_s * scale, top + height
-            corners.append([(start, top), (end, top), (end, bottom), (start, bottom)])
-            depth = self._depth(e)
-            faces.append(_darker(LOOKS.get(e.kind, LOOKS["other"])[0], depth))
-            # An edge would hide a box that is not much wider than a line.
-            edges.append(EDGE if e.duration_s * points > 3 else faces[-1])
-            if e.stream != "compute" or e.kind not in COMPUTE or "MB" not in e.tags:
-                continue
-            number, room = str(e.tags["MB"]), e.duration_s * points - 1.5
-            # A digit is 0.62 of its size wide.
-            font = next((f for size, f in fonts.items() if 0.62 * size * len(number) < room), None)
-            if font is not None:
-                # Through the figure: an axis gives each text a clip path, which takes long.
-                axis.figure.text(
-                    (start + end) / 2,
-                    top + height / 2,
-                    number,
-                    transform=axis.transData,
-                    fontproperties=font,
-                    color="white" if depth > 0.5 else "black",
-                    ha="center",
-                    va="center",
-                )
-        # One for all: an artist for each row and colour takes long.
-        boxes = PolyCollection(corners, facecolors=faces, edgecolors=edges, linewidths=0.4)
-        axis.add_collection(boxes, autolim=False)
-
-    def _depth(self, event: Event) -> float:
-        """0 for the first of a rank's stages, 1 for the last."""
-        stages = self.stages.get(event.rank, [0])
-        if event.kind not in COMPUTE or len(stages) < 2:
-            return 0.0
-        return stages.index(event.tags.get("PP", 0)) / (len(stages) - 1)
-
-
-def _streams(timeline: Timeline) -> list[str]:
-    """All streams, compute first."""
-    return sorted({e.stream for e in timeline.events}, key=lambda s: (s != "compute", s))
-
-
-def _scale(span: float, unit: str) -> tuple[float, str]:
-    """What to multiply times with, and the unit they then have."""
-    if unit != "s" or span >= 2:
-        return 1.0, unit
-    return (1e3, "ms") if span >= 2e-3 else (1e6, "µs")
-
-
-def _darker(color: str, depth: float) -> str:
-    """A colour, up to 40 % darker."""
-    keep = 1 - 0.4 * depth
-    parts = (round(int(color[i : i + 2], 16) * keep) for i in (1, 3, 5))
-    return "#" + "".join(f"{part:02x}" for part in parts)
-
-
-def _legend(figure: Any, kinds: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    found = {kind if kind in LOOKS else "other" for kind in kinds}
-    patches = [
-        Patch(facecolor=color, edgecolor=EDGE, linewidth=0.4, label=label)
-        for kind, (color, label) in LOOKS.items()
-        if kind in found
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """One message of the two halves that its ends know."""
+    found: dict[tuple[int, int, int], Message] = {}
+    for one in messages:
+        key = (one.source, one.target, one.number)
+        half = found.setdefault(key, one)
+        found[key] = replace(
+            half,
+            nbytes=max(half.nbytes, one.nbytes),
+            sent_s=one.sent_s if half.sent_s is None else half.sent_s,
+            taken_s=one.taken_s if half.taken_s is None else half.taken_s,
+        )
+    return list(found.values())

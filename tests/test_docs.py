@@ -8,6 +8,7 @@ left out only if the line above it is a comment that says why:
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from tests.source_tree import ROOT, source_files
 
@@ -135,6 +137,37 @@ def test_piper_commands_exist(document: str):
         for word in words:
             if word.startswith("-"):
                 assert word.partition("=")[0] in options | {"--help"}, f"piper {name} {word}"
+
+
+LOOKING = ("plan", "check", "plot", "compare", "explain")
+
+
+def looking_commands(text: str) -> list[list[str]]:
+    """The commands in a document's shell blocks that look at plans, as their words."""
+    lines = [
+        line
+        for block in blocks(text)
+        if block.language == "sh" and block.note is None
+        for line in block.code.splitlines()
+    ]
+    found = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("piper ")]
+    return [words for words in found if words[0] in LOOKING]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if looking_commands(read(d))])
+def test_looking_commands_run(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the document's Python as the file that it calls `example.py`."""
+    from piper_dynamo.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPER_VERIFY", "1")
+    (tmp_path / "example.py").write_text(script(read(document)), encoding="utf-8")
+    for words in looking_commands(read(document)):
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, f"piper {' '.join(words)}\n{done.output}\n{done.exception}"
 
 
 def files_named(text: str) -> list[str]:

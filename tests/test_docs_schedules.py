@@ -22,10 +22,18 @@ def test_page_is_what_the_generator_writes():
     assert PAGE.read_text(encoding="utf-8") == text(), "run `make docs`"
 
 
+def pictures_of(page: str) -> list[str]:
+    """The pictures that a page of the documents shows."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+
+
 def test_pictures_are_there_and_small():
-    named = re.findall(r"!\[[^]]*\]\(([^)]+)\)", PAGE.read_text(encoding="utf-8"))
+    named = pictures_of("schedules.md")
     assert sorted(named) == sorted(f"schedules/{name}.png" for name in SCHEDULES)
-    for name in named:
+    others = pictures_of("pictures.md")
+    assert others == ["pictures/timeline.png"]
+    for name in (*named, *others):
         picture = (PAGE.parent / name).read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) < 60_000, name

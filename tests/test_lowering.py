@@ -81,7 +81,12 @@ plan of 2 ranks, 4 microbatches, training
 rank  regions  parameters  absent  buffers  tasks      sends  step peak
    0  PP0           192 B   128 B     72 B      8  4 (256 B)      848 B
    1  PP1           128 B   192 B        -      8  5 (264 B)      464 B
-4 chunks to compile""",
+4 chunks to compile
+messages of a step
+from  to  value of   messages  each
+   0   1  F.PP0     4 (256 B)  64 B
+   1   0  B.PP1     4 (256 B)  64 B
+   1   0  loss        1 (8 B)   8 B""",
     )
     assert_expected_inline(
         plans["alone"].summary(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import piper_dynamo as piper
 from tests import jobs
@@ -262,8 +262,6 @@ def test_preparing_changes_no_value() -> None:
     jobs.run_ranks(job, 2)
 
 
-# torch's own: it has no autograd kernel for this operator on meta tensors.
-@pytest.mark.filterwarnings("ignore:aten..broadcast_tensors. an autograd kernel:UserWarning")
 def test_planning_changes_no_model() -> None:
     """A plan needs no weights, and leaves the model it is given whole."""
     model = Stack4(2)
@@ -273,8 +271,40 @@ def test_planning_changes_no_model() -> None:
     copy.deepcopy(model)
     with torch.device("meta"):
         bare = Stack4(2)
-    plan = piper.plan(bare, jobs.strategy(LINE2, 2), tuple(t.to("meta") for t in rows(8)))
-    assert plan.world_size == 2
+    of_meta = piper.plan(bare, jobs.strategy(LINE2, 2), tuple(t.to("meta") for t in rows(8)))
+    assert of_meta.fingerprint() == plan.fingerprint()
+    assert all(p.is_meta for p in bare.parameters())
+
+
+class MetaTrap(nn.Module):
+    """What torch cannot do on the meta device: cross entropy's derivative, a mix of devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = self.table(ids) + torch.arange(4)
+            self.seen.add_(h.detach().sum(0))
+        with piper.annotate("PP", 1):
+            return nn.functional.cross_entropy(self.head(h), labels)
+
+
+def test_a_meta_model_is_planned_as_on_the_cpu() -> None:
+    batch = (torch.arange(8) % 6, torch.arange(8) % 5)
+    want = piper.plan(MetaTrap(), jobs.strategy(LINE2, 2), batch)
+    with torch.device("meta"):
+        bare = MetaTrap()
+    for given in (batch, tuple(value.to("meta") for value in batch)):
+        found = piper.plan(bare, jobs.strategy(LINE2, 2), given)
+        assert found.fingerprint() == want.fingerprint()
+        assert found.summary() == want.summary()
+    assert bare.head.weight is bare.table.weight
+    assert bare.seen.is_meta
 
 
 def test_functions_on_a_step_say_what_they_need() -> None:

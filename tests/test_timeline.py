@@ -15,14 +15,9 @@ from hypothesis import strategies as st
 
 import piper_dynamo as piper
 from piper_dynamo.lowering.simulate import Costs
-from piper_dynamo.timeline import (
-    COMPUTE,
-    LOOKS,
-    Event,
-    Timeline,
-    plot_timeline,
-    to_chrome_trace,
-)
+from piper_dynamo.pictures import plot_timeline, to_chrome_trace
+from piper_dynamo.pictures.looks import LOOKS
+from piper_dynamo.timeline import COMPUTE, Event, Timeline
 from tests.models import Stack4, rows
 
 
@@ -253,5 +248,5 @@ def test_every_kind_has_a_look():
 
 
 def test_importing_does_not_import_matplotlib():
-    code = "import sys, piper_dynamo.timeline; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, piper_dynamo.planning; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 
 import piper_dynamo as piper
 from piper_dynamo.cli import main
+from piper_dynamo.ir.task import TaskName
+from piper_dynamo.measure import measured_costs
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.timeline import Event, Timeline
 from piper_dynamo.train import job, progress, report
@@ -216,9 +218,9 @@ def event(name: str, seconds: float) -> Event:
 
 def test_costs_are_mean_times_of_a_regions_pass():
     events = [event("F.PP0.MB0", 1), event("F.PP0.MB1", 3), event("B.PP1.MB0", 5)]
-    cost = report.measured_costs(Timeline(events)).of
+    cost = measured_costs(Timeline(events)).of
     assert cost is not None
-    parse = report.TaskName.parse
+    parse = TaskName.parse
     assert [cost(parse(f"{task}.MB9")) for task in ("F.PP0", "B.PP1", "F.PP1")] == [2, 5, 0]
 
 

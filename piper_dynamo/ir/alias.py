@@ -55,6 +55,18 @@ def is_random(node: Node) -> bool:
     )
 
 
+def draws(node: Node) -> bool:
+    """Whether a call draws random numbers: a dropout of rate 0, as attention has one, does not."""
+    if not is_random(node):
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    given = {one.name: one.default_value for one in arguments}
+    given |= dict(zip((one.name for one in arguments), node.args, strict=False))
+    given |= node.kwargs
+    return given.get("dropout_p", given.get("p")) != 0
+
+
 def operator_name(node: Node) -> str:
     """What a node calls, without namespace and overload: `mm`, `getitem`; empty where nothing."""
     return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", ""))

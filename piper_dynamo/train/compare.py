@@ -43,10 +43,11 @@ class Reference:
             *zip(self.losses, losses[:count], strict=True),
             *zip(self.norms, norms[:count], strict=True),
         ]
-        return max(_relative_difference(have, want) for want, have in pairs)
+        return max(relative_difference(have, want) for want, have in pairs)
 
 
-def _relative_difference(have: float, want: float) -> float:
+def relative_difference(have: float, want: float) -> float:
+    """Of two numbers; infinity where one alone is not finite."""
     if not (math.isfinite(have) and math.isfinite(want)):
         # A comparison with NaN is false: max() could lose it.
         return 0.0 if repr(have) == repr(want) else math.inf

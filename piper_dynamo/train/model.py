@@ -116,11 +116,12 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, stages: int | None = None) -> None:
         super().__init__()
         dim = config.dim
-        self.stage_of = [i * config.stages // config.layers for i in range(config.layers)]
-        self.last = config.stages - 1
+        stages = config.stages if stages is None else stages
+        self.stage_of = [i * stages // config.layers for i in range(config.layers)]
+        self.last = stages - 1
         self.has_experts = config.model == "moe"
         self.embedding = nn.Embedding(VOCAB, dim)
         shape = (dim, config.heads, config.kv_heads)
@@ -164,10 +165,15 @@ class Llama(nn.Module):
         return (loss, loads) if self.has_experts else loss
 
 
-def build(config: Config) -> Llama:
-    """The model with the seed's initial values, the same on every rank."""
+def build(config: Config, stages: int | None = None) -> Llama:
+    """The model with the seed's initial values, the same on every rank.
+
+    Args:
+        config: The job.
+        stages: How many pipeline stages it is cut into; None: as the job's schedule wants.
+    """
     torch.manual_seed(config.seed)
-    return Llama(config)
+    return Llama(config, stages)
 
 
 def split_result(result: Any) -> tuple[Any, list[Tensor | None]]:

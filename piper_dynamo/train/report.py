@@ -3,14 +3,14 @@
 config.json     options, versions and data of the run
 plan.txt        summary and distributed graph         program_rank0.py ...  what each rank runs
 metrics.jsonl   a line per step and per evaluation    loss.png              the same as curves
-timeline.png    one step, predicted above measured    trace.json            measured, for Perfetto
+timeline.png    one step, predicted above measured    timeline.html         the same, with zoom
+trace.json      the measured step, for Perfetto
 summary.json    the result, as `--json` prints it
 """
 
 import json
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +18,11 @@ from typing import Any, Self
 
 import torch
 
-from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError, format_error
-from piper_dynamo.ir.task import TaskName
+from piper_dynamo.measure import measured_costs
+from piper_dynamo.pictures import save, to_chrome_trace
 from piper_dynamo.planning import Plan
-from piper_dynamo.timeline import COMPUTE, Timeline, plot_timeline, to_chrome_trace
+from piper_dynamo.timeline import Timeline
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus
 
@@ -32,6 +32,7 @@ FILES = (
     "metrics.jsonl",
     "loss.png",
     "timeline.png",
+    "timeline.html",
     "trace.json",
     "summary.json",
 )
@@ -162,29 +163,11 @@ class RunFolder:
         if self._recorded is None:
             return
         step, plan, measured = self._recorded
-        predicted = plan.simulate(measured_costs(measured)).timeline
-        plot_timeline(
-            {"predicted, from the mean time of each task": predicted, "measured": measured},
-            self.path / "timeline.png",
-            unit="s",
-            title=f"step {step}",
-        )
+        predicted = plan.timeline(measured_costs(measured))
+        shown = {"predicted, from the mean time of each task": predicted, "measured": measured}
+        for name in ("timeline.png", "timeline.html"):
+            save(shown, self.path / name, unit="s", title=f"step {step}")
         to_chrome_trace(measured, self.path / "trace.json")
-
-
-def measured_costs(timeline: Timeline) -> Costs:
-    """Costs of a simulation: the mean measured time of each region's passes."""
-    spent: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for event in timeline.events:
-        if event.kind in COMPUTE:
-            region = str(TaskName.parse(event.name).region)
-            spent[region, event.kind].append(event.duration_s)
-    mean = {key: sum(found) / len(found) for key, found in spent.items()}
-
-    def cost(name: TaskName) -> float:
-        return mean.get((str(name.region), name.which.value), 0.0)
-
-    return Costs(of=cost)
 
 
 def curve(values: Sequence[float], width: int = 40) -> str:

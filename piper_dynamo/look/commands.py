@@ -1,0 +1,314 @@
+"""`piper plan`, `check`, `plot`, `compare` and `explain`.
+
+All take the same target. Exit codes: 0 fine, 1 the plan is refused (or differs, or has no such
+task), 2 the command was asked wrongly.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from piper_dynamo.costs import Costs
+from piper_dynamo.errors import PiperError
+from piper_dynamo.look.options import option_of
+from piper_dynamo.train.config import Config, schedule_name
+
+if TYPE_CHECKING:  # importing torch's compiler takes seconds
+    from piper_dynamo.look.target import Target
+    from piper_dynamo.planning import Plan
+
+REFUSED, WRONG = 1, 2
+# Of the training job's options those that say what is planned.
+ASKED = (
+    *("model", "pp", "dp", "ep", "schedule", "microbatches", "zero", "bucket_mb", "prefetch"),
+    *("keep", "capacity", "dim", "layers", "heads", "kv_heads", "seq", "batch", "experts"),
+    *("top_k", "tied_head", "dtype", "seed", "compile"),
+)
+_COSTS = ("F", "BI", "BW", "comm", "bandwidth")
+
+
+class _Command(click.Command):
+    """Shows a PiperError as its text, or as the last line where that is to be JSON."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PiperError as error:
+            from piper_dynamo.look.target import Misuse
+
+            click.echo(f"piper: {error}", err=True)
+            code = WRONG if isinstance(error, Misuse) else REFUSED
+            if ctx.params.get("as_json"):
+                show_json(ctx, is_fine=False, error=type(error).__name__, message=str(error))
+            ctx.exit(code)
+
+
+def show_json(ctx: click.Context, *, is_fine: bool, **values: Any) -> None:
+    """The machine-readable last line."""
+    found = {"command": ctx.info_name, "ok": is_fine, **values}
+    click.echo(json.dumps(found, default=str, allow_nan=False))
+
+
+def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument and options that name a target; the command gets it made, and its plan's ranks.
+
+    The function is called with the context, the target, for how many ranks, and its own options.
+    """
+
+    @functools.wraps(command)
+    @click.pass_context
+    def called(ctx: click.Context, /, **options: Any) -> Any:
+        from piper_dynamo.look.target import load_target
+
+        own = {name: options.pop(name) for name in list(options) if name not in _SHARED}
+        given = {
+            name for name in ASKED if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+        }
+        options["schedule"] = schedule_name(options["schedule"])
+        ranks, path = options.pop("ranks"), options.pop("target")
+        is_meta = options.pop("is_meta")
+        del options["as_json"]
+        target = load_target(path, options, given, is_meta=is_meta)
+        return command(ctx, target, ranks, **own)
+
+    wrapped: Callable[..., Any] = called
+    for field in reversed([one for one in fields(Config) if one.name in ASKED]):
+        wrapped = option_of(field)(wrapped)
+    wrapped = click.option("--json", "as_json", is_flag=True, help="A last line as JSON.")(wrapped)
+    wrapped = click.option(
+        "--meta",
+        "is_meta",
+        is_flag=True,
+        help="Build a Python file's model on torch's meta device, without memory.",
+    )(wrapped)
+    wrapped = click.option(
+        "--ranks",
+        type=click.IntRange(min=1),
+        help="Ranks of the job.  [default: those that the strategy places something on]",
+    )(wrapped)
+    return click.argument("target", required=False, type=click.Path())(wrapped)
+
+
+_SHARED = {*ASKED, "target", "ranks", "is_meta", "as_json"}
+
+
+def _is_json(ctx: click.Context) -> bool:
+    return bool(ctx.params["as_json"])
+
+
+@click.command(cls=_Command)
+@_takes_target
+@click.option("--graph", "with_graph", is_flag=True, help="Show the distributed graph, too.")
+@click.option("--rank", type=click.IntRange(min=0), help="Show this rank's program, too.")
+def plan(
+    ctx: click.Context, target: "Target", ranks: int | None, with_graph: bool, rank: int | None
+) -> None:
+    """Show what a step holds, runs and sends on every rank, without running it.
+
+    TARGET is a Python file that defines model(), inputs() and strategy(), a strategy as JSON, for a
+    model of piper train, or a run folder; without one the options describe a job of piper train.
+    """
+    found = target.plan(ranks)
+    click.echo(found.summary())
+    if with_graph:
+        click.echo(f"\n{found.graph}")
+    if rank is not None:
+        click.echo(f"\n{found.program(rank)}")
+    if _is_json(ctx):
+        show_json(ctx, is_fine=True, **_facts(found))
+
+
+def _facts(found: "Plan") -> Mapping[str, Any]:
+    """A plan's figures; sizes in bytes."""
+    from piper_dynamo.summary import edges, facts, uses
+
+    return {
+        "world_size": found.world_size,
+        "microbatches": found.dag.num_microbatches,
+        "replicas": max(map(len, found.groups), default=1),
+        "chunks": len({key for program in found.programs for _, key in program.chunks}),
+        "ranks": [asdict(facts(program, found.args)) for program in found.programs],
+        "messages": [asdict(edge) for edge in edges(found.programs)],
+        "communicators": [asdict(use) for use in uses(found.programs, found.communicators())],
+    }
+
+
+@click.command(cls=_Command)
+@_takes_target
+def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
+    """Prove a step safe: no deadlock, matched messages, every gradient reduced once.
+
+    All faults are listed, with rank, task and the line of the model. TARGET is as for `piper plan`.
+    """
+    from piper_dynamo.ir.program import COLLECTIVES, Op
+
+    found = target.plan(ranks)
+    found.verify()
+    instrs = [i for program in found.programs for i in program.instrs]
+    counts = {
+        "instructions": len(instrs),
+        "tasks": sum(i.op is Op.RUN for i in instrs),
+        "messages": sum(i.op is Op.SEND for i in instrs),
+        "collectives": sum(
+            i.op in COLLECTIVES and program.rank == i.group[0]
+            for program in found.programs
+            for i in program.instrs
+        ),
+    }
+    shown = ", ".join(f"{number} {name}" for name, number in counts.items())
+    click.echo(f"{target.name} is safe on {found.world_size} ranks: {shown}")
+    if _is_json(ctx):
+        show_json(ctx, is_fine=True, world_size=found.world_size, **counts)
+
+
+@click.command(cls=_Command)
+@_takes_target
+@click.option(
+    "--out",
+    "-o",
+    default="timeline.html",
+    show_default=True,
+    type=click.Path(),
+    help="Where to: .html has zoom and hover, .png and .svg are for papers, .json is a trace for "
+    "Perfetto.",
+)
+@click.option(
+    "--costs",
+    help="What a stage's passes and messages take, e.g. F=1,BI=1,BW=1,comm=0.1; bandwidth is in "
+    "bytes per unit.  [default: 1 a pass, messages nothing]",
+)
+@click.option("--unit", help="The unit of the costs; s for seconds.")
+@click.option("--run", type=click.Path(), help="A run folder, to draw its measured step below.")
+@click.option(
+    "--graph", "is_graph", is_flag=True, help="Draw the distributed graph instead: .dot or .svg."
+)
+def plot(
+    ctx: click.Context,
+    target: "Target",
+    ranks: int | None,
+    out: str,
+    costs: str | None,
+    unit: str | None,
+    run: str | None,
+    is_graph: bool,
+) -> None:
+    """Draw who computes what when, or the distributed graph.
+
+    TARGET is as for `piper plan`; of a run folder, its measured step is drawn, too.
+    """
+    from piper_dynamo.look.target import Misuse
+
+    if is_graph and (costs or unit or run):
+        raise Misuse("--costs, --unit and --run are about time, which --graph does not draw")
+    chosen = _costs(costs)
+    found = target.plan(ranks)
+    if is_graph:
+        found.draw(out)
+    else:
+        folder = run if run is not None else target.folder
+        found.plot(out, chosen, unit=unit or "units of cost", run=folder)
+    click.echo(f"wrote {out}")
+    if _is_json(ctx):
+        step = {} if is_graph else {"makespan": found.simulate(chosen).makespan}
+        show_json(ctx, is_fine=True, path=out, **step)
+
+
+def _costs(text: str | None) -> Costs | None:
+    """Costs as they are written on the command line."""
+    from piper_dynamo.look.target import Misuse
+
+    if text is None:
+        return None
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            values[name.strip()] = float(value)
+        except ValueError as error:
+            raise Misuse(f"--costs {text}: {part!r} is not name=number") from error
+    unknown = [name for name in values if name not in _COSTS]
+    if unknown:
+        raise Misuse(f"--costs {text}: there is no {unknown[0]!r}; known: {', '.join(_COSTS)}")
+    try:
+        return Costs(**values)
+    except PiperError as error:
+        raise Misuse(f"--costs {text}: {error}") from error
+
+
+@click.command(cls=_Command)
+@_takes_target
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Steps.")
+@click.option("--float64", is_flag=True, help="Compute both in float64, where rounding is small.")
+def compare(
+    ctx: click.Context, target: "Target", ranks: int | None, steps: int, float64: bool
+) -> None:
+    """Train under the plan and in one process on the same batches, and compare every parameter.
+
+    Ranks run as threads of this process, with clipping and SGD with momentum. A difference is
+    relative to the largest value of the parameter or gradient. TARGET is as for `piper plan`.
+    """
+    from piper_dynamo.look.compare import compare as compared
+    from piper_dynamo.look.target import Misuse
+    from piper_dynamo.tables import table
+
+    if ranks is not None:
+        raise Misuse("--ranks: a comparison has the ranks that its strategy uses")
+    found = compared(target, steps=steps, float64=float64)
+    rows = [
+        [
+            one.name,
+            "x".join(map(str, one.shape)) or "number",
+            ", ".join(map(str, one.ranks)) or "-",
+            f"{one.gradient:.1e}",
+            f"{one.value:.1e}",
+            "" if one.is_equal else f"DIFFERS, rounding explains {one.allowed:.0e}",
+        ]
+        for one in found.differences
+    ]
+    heads = ["parameter", "shape", "ranks", "gradient", f"after {steps} steps", ""]
+    for line in table(heads, rows, left=("parameter", "ranks", "")):
+        click.echo(line)
+    verdict = "equal to one process" if found.is_equal else "DIFFERS from one process"
+    click.echo(f"{verdict}: loss {found.loss:.1e}, gradient norm {found.norm:.1e}")
+    if _is_json(ctx):
+        show_json(
+            ctx,
+            is_fine=found.is_equal,
+            loss=_finite(found.loss),
+            gradient_norm=_finite(found.norm),
+            parameters={
+                one.name: {"gradient": _finite(one.gradient), "value": _finite(one.value)}
+                for one in found.differences
+            },
+        )
+    if not found.is_equal:
+        ctx.exit(REFUSED)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if abs(value) < float("inf") else None
+
+
+@click.command(cls=_Command)
+@_takes_target
+@click.argument("subject")
+def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: str) -> None:
+    """Explain a task (F.PP0.MB0), a parameter, or a rank (its number) of a plan.
+
+    TARGET is as for `piper plan`, and "-" for the options alone.
+    """
+    from piper_dynamo.look.explain import explain as explained
+
+    text = explained(target.plan(ranks), subject)
+    click.echo(text)
+    if _is_json(ctx):
+        show_json(ctx, is_fine=True, subject=subject, text=text.splitlines())
+
+
+COMMANDS = (plan, check, plot, compare, explain)

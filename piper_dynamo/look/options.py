@@ -1,0 +1,84 @@
+"""Command-line options that stand for the fields of the training job's config."""
+
+import types
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any, get_args
+
+import click
+from click.shell_completion import CompletionItem
+
+from piper_dynamo.schedules import SCHEDULES
+from piper_dynamo.train.config import CHUNKS, DTYPES, MODELS
+
+HELP = {
+    "out": "Run folder; an earlier run's files in it are replaced.  [default: runs/<time>]",
+    "steps": "Optimizer steps.",
+    "ranks": "Processes; follows from --pp, --dp and --ep.",
+    "pp": "Pipeline ranks.",
+    "model": "llama, or moe: DeepSeek-style experts in place of every MLP.",
+    "dp": "Replicas of the pipeline, each on its share of the batch.",
+    "ep": "Replicas that share the experts of one copy, of --model moe.",
+    "experts": "Experts per layer of --model moe, beside a shared one.",
+    "top_k": "Experts that a token goes to.",
+    "capacity": "Most tokens an expert takes of a rank's microbatch, 1 being its even share; it "
+    "drops the others.  [default: takes all]",
+    "zero": "What replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.",
+    "bucket_mb": "MiB of parameters that are gathered and reduced as one.  [default: a stage's]",
+    "prefetch": "How many uses ahead a shard is gathered.",
+    "keep": "How long --zero 3 keeps what it gathered: chunk, step, or a number of buckets.",
+    "microbatches": "Microbatches per step and replica.",
+    "schedule": f"One of {', '.join(SCHEDULES)}; 1f1b is one_f_one_b.",
+    "compile": f"How chunks run: {' or '.join(CHUNKS)}.",
+    "dim": "Model dim.",
+    "layers": "Decoder layers.",
+    "heads": "Attention heads.",
+    "kv_heads": "Key-value heads.",
+    "seq": "Tokens (bytes) per row.",
+    "batch": "Rows per step, all microbatches and replicas together.",
+    "tied_head": "Share the weights of embedding and head.",
+    "dtype": f"{' or '.join(DTYPES)}.",
+    "lr": "Peak learning rate.",
+    "warmup": "Steps of linear warm-up.",
+    "weight_decay": "AdamW's weight decay.",
+    "clip": "Gradient norm to clip at.",
+    "seed": "Of initial values and batches.",
+    "eval_every": "Steps between evaluations, and one at the end; 0: never.",
+    "eval_batches": "Batches per evaluation.",
+    "compare": "Check the first three steps against one process.",
+    "timeout_s": "Seconds a rank may wait for another.",
+}
+# What a shell completes an option's value to; others would be refused by the config, with more to
+# say than click has.
+VALUES = {
+    "model": MODELS,
+    "schedule": tuple(SCHEDULES),
+    "compile": CHUNKS,
+    "dtype": DTYPES,
+    "zero": ("0", "1", "2", "3"),
+    "keep": ("chunk", "step"),
+}
+
+
+def option_of(field: "Field[Any]") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option of a config's field, with its type and default."""
+    flag, text = "--" + field.name.replace("_", "-"), HELP[field.name]
+    if isinstance(field.default, bool):
+        both = f"{flag}/--no-{flag[2:]}"
+        return click.option(both, default=field.default, show_default=True, help=text)
+    (kind,) = {*(get_args(field.type) or (field.type,))} - {types.NoneType}
+    values = VALUES.get(field.name, ())
+
+    def completed(
+        context: click.Context, parameter: click.Parameter, begun: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(value) for value in values if value.startswith(begun)]
+
+    return click.option(
+        flag,
+        type=kind,
+        default=field.default,
+        show_default=field.default is not None,
+        help=text,
+        shell_complete=completed if values else None,
+    )
