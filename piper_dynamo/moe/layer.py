@@ -110,7 +110,7 @@ class MoELayer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `half` and their like do; the bias keeps its precision."""
         before = self.bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.bias.dtype != _precise(self.bias.dtype):
             self.bias = before.to(self.bias.device)
         return self
