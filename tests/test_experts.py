@@ -474,3 +474,10 @@ def test_experts_in_a_smaller_dtype(how: str) -> None:
             rounding = (value - whole[name]).norm()
             assert rounding > 0, name
             assert (got - value).norm() < rounding / 4, name
+
+
+def test_experts_without_values_can_be_planned() -> None:
+    """On a device that knows no autocast."""
+    model = Mixture(1).to("meta")
+    plan = piper.plan(model, experts.strategy(PAIR, 2, "gpipe"), rows(12, 0), 2)
+    assert [bool(program.experts) for program in plan.programs] == [True, True]

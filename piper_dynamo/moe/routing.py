@@ -139,7 +139,9 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
 def _autocast(value: Tensor) -> Tensor:
     """The value in the dtype that autocast asks matrix products for; float64 stays, as there."""
     device = value.device.type
-    if not torch.is_autocast_enabled(device) or value.dtype == torch.float64:
+    # Models on "meta" are planned, too, and asking about a device without autocast raises.
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if not is_on or value.dtype == torch.float64:
         return value
     return value.to(torch.get_autocast_dtype(device)) if value.is_floating_point() else value
 
