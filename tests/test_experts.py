@@ -145,6 +145,7 @@ def test_any_backend_runs_the_operators() -> None:
 
 def test_new_counts_do_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither Dynamo nor Piper does anything again where other numbers of rows travel."""
+    shift = (0.3, 0.0, 0.0, -9.0)  # nobody chooses the last expert
     seen: set[tuple[int, ...]] = set()
     real = exchange._splits
 
@@ -154,24 +155,30 @@ def test_new_counts_do_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(exchange, "_splits", watched)
     stats = torch._dynamo.utils.counters["stats"]
-    want = [Mixture(1)(*rows(24, 2 * k)).item() for k in range(3)]
+    want = [Mixture(1, shift=shift)(*rows(24, 2 * k)).item() for k in range(3)]
 
-    def job() -> tuple[list[float], set[tuple[int, Any]]]:
+    plans: list[piper.Plan] = []  # the ranks of this process may share one
+
+    def job() -> tuple[list[float], set[int]]:
         batches = [replicas.mine(rows(24, 2 * k), PAIR) for k in range(3)]
-        step = piper.compile(Mixture(1), experts.strategy(PAIR, 2, "gpipe"), batches[0])
-        losses, made = [], set()
+        step = piper.compile(
+            Mixture(1, shift=shift), experts.strategy(PAIR, 2, "gpipe"), batches[0]
+        )
+        losses, graphs = [], set()
         for batch in batches:
             loss = step(*batch)
             loss.backward()
             losses.append(loss.item())
-            made.add((stats["unique_graphs"], id(piper.explain(step))))
-        return losses, made
+            graphs.add(stats["unique_graphs"])
+            plans.append(piper.explain(step))
+        return losses, graphs
 
     before = stats["unique_graphs"]
-    for losses, made in jobs.run_ranks(job, 2):
+    for losses, graphs in jobs.run_ranks(job, 2):
         assert losses == pytest.approx(want, abs=1e-12)
-        ((graphs, _),) = made
-        assert graphs > before
+        assert len(graphs) == 1
+        assert min(graphs) > before
+    assert len(set(map(id, plans))) <= 2
     assert len(seen) > 4
     assert any(0 in counts for counts in seen)
 

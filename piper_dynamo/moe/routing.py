@@ -160,6 +160,8 @@ def _check_dispatch(tokens: Tensor, index: Tensor, num_experts: int) -> None:
 
 
 def _refuse(title: str, hint: str = "", **details: Any) -> None:
+    if torch.compiler.is_compiling():  # sizes are no text there: the message would be lost
+        raise PiperStrategyError(f"piper.moe.{title}")
     shown = {key.replace("_", " "): str(value) for key, value in details.items()}
     raise PiperStrategyError(format_error(f"piper.moe.{title}", shown, hint=hint))
 
