@@ -2,7 +2,8 @@
 
 Three rewrites, each on a copy of a chunk's graph:
 
-- `simplify` drops operators that change nothing; results stay the same bit by bit.
+- `simplify` drops operators that change nothing, and what stands for exchanges of rows; results
+  stay the same bit by bit.
 - `write_over` lets a pointwise operator write over an operand that dies there; the same bits.
 - `add_into` lets a matrix product that is a parameter's gradient add to the sum of the microbatches
   before (one rounding less per element than adding afterwards).
@@ -18,7 +19,14 @@ from torch._ops import OpOverload
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.ir.alias import drop_dead, is_random, root, viewed
+from piper_dynamo.ir.alias import (
+    drop_dead,
+    exchange_of,
+    is_even_exchange,
+    is_random,
+    root,
+    viewed,
+)
 from piper_dynamo.ir.chunk import Chunk, copied, spec_of
 
 aten = ops.aten
@@ -98,6 +106,7 @@ def add_into(graph: fx.Graph, positions: tuple[int, ...]) -> None:
 
 def simplify(graph: fx.Graph) -> None:
     """Drop what gives its operand: a transposition of a transposition, a power of one."""
+    drop_stand_ins(graph)
     given = {root(node) for node in _outputs(graph) if isinstance(node, Node)}
     for node in list(graph.nodes):
         same = _same_as(node)
@@ -105,6 +114,34 @@ def simplify(graph: fx.Graph) -> None:
         if same is not None and (viewed(node) is not None or node not in given):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
+    drop_dead(graph)
+
+
+def drop_stand_ins(graph: fx.Graph) -> None:
+    """Drop the copies that stand for exchanges of rows: the real ones are between chunks by now.
+
+    rewrite:   y = exchange(x, counts)   ->   y = x
+    requires:  x is laid out as y; where y is an output, x is made in this graph, fills its memory
+               and is in no other output
+    keeps:     every value, and which outputs share memory
+    """
+    given = {root(node) for node in _outputs(graph) if isinstance(node, Node)}
+    for node in list(graph.nodes):
+        if not exchange_of(node) or is_even_exchange(node):
+            continue
+        source = node.args[0]
+        assert isinstance(source, Node)
+        owner = root(source)
+        have, whole = spec_of(source), spec_of(owner)
+        if have is None or have != spec_of(node):
+            continue
+        if node in given:
+            is_own = owner.op == "call_function" and owner not in given
+            if not is_own or whole is None or whole.nbytes != have.nbytes:
+                continue
+            given.add(owner)
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
     drop_dead(graph)
 
 

@@ -15,7 +15,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.ir.chunk import Chunk, copied, function_of, runnable
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.lowering.aten import runnable_graph
+from piper_dynamo.lowering.aten import drop_stand_ins, runnable_graph
 
 log = logging.getLogger("piper.chunks")
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
@@ -68,7 +68,9 @@ def _inductor(chunk: Chunk) -> ChunkFn:
     folder = os.environ.get("PIPER_CACHE_DIR")
     if folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
-    run = compat.compile_with_inductor(runnable(copied(chunk.graph)), chunk.inputs)
+    graph = copied(chunk.graph)
+    drop_stand_ins(graph)
+    run = compat.compile_with_inductor(runnable(graph), chunk.inputs)
     expected = [
         (spec.shape, spec.stride, spec.dtype) if spec is not None else None for spec in chunk.inputs
     ]

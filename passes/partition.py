@@ -16,8 +16,9 @@ from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.garbage import collect, young_collector
-from piper_dynamo.ir.alias import drop_dead, is_random
+from piper_dynamo.ir.alias import drop_dead, is_random, operator_name
 from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable, spec_of, structural_key
+from piper_dynamo.ir.graph import is_pick
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.passes.cut import RegionGraph
 
@@ -153,8 +154,9 @@ class Partitioner:
             return copied(graph), None, []
         placeholders = graph.find_nodes(op="placeholder")
         held = {n for n, stays in zip(placeholders, keeps_primal, strict=False) if stays}
+        decisions = _decisions(graph)
         for node in graph.nodes:
-            _mark(node, held)
+            _mark(node, held, decisions)
         joint = runnable(graph)
         inputs = [n.meta["val"] for n in placeholders]
         with young_collector():
@@ -174,12 +176,48 @@ class Partitioner:
         return forward, backward, saved
 
 
-def _mark(node: Node, held: AbstractSet[Node]) -> None:
+def _decisions(graph: fx.Graph) -> set[Node]:
+    """What turns real numbers into whole ones, and experts' routings.
+
+    Computed again, a score may differ in its last bit, and where two are nearly equal so would the
+    places chosen by them, while values that were moved by the first choice have left the chunk. A
+    pooling's places serve its own backward alone: both neighbours are right there.
+    """
+    found: set[Node] = set()
+    from_reals: set[Node] = set()  # comparisons
+    for node in graph.nodes:
+        name = operator_name(node)
+        if node.op != "call_function" or "pool" in name or name.endswith("_like"):
+            continue
+        dtypes = _dtypes(node)
+        given = node.all_input_nodes
+        is_real = any(n in from_reals or any(map(_is_real, _dtypes(n))) for n in given)
+        if node.target is torch.ops.piper.route.default:
+            found.add(node)
+        elif is_real and torch.bool in dtypes:
+            from_reals.add(node)
+        elif is_real and not is_pick(node) and not all(map(_is_real, dtypes)):
+            found.add(node)
+    return found
+
+
+def _dtypes(node: Node) -> list[torch.dtype]:
+    value = node.meta.get("val")
+    parts = value if isinstance(value, tuple | list) else [value]
+    return [part.dtype for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _mark(node: Node, held: AbstractSet[Node], decisions: AbstractSet[Node]) -> None:
     """Tell the partitioner what is recomputed and what may not be.
 
     Args:
         node: Of a region's joint graph.
         held: Its inputs that the rank has in the backward anyway.
+        decisions: Operators whose results are kept.
     """
     # A lookup copies rows, no more: made again it costs what reading the kept rows would.
     looks_up = node.target is torch.ops.aten.embedding.default
@@ -187,6 +225,8 @@ def _mark(node: Node, held: AbstractSet[Node]) -> None:
         node.meta["recompute"] = compat.CheckpointPolicy.MUST_RECOMPUTE
     elif is_random(node) or any(is_random(i) for i in node.all_input_nodes):
         # Drawn again, a mask would differ; the seed belongs to the forward chunk.
+        node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
+    elif node in decisions or (is_pick(node) and node.args[0] in decisions):
         node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
     if "recompute" in node.meta:
         node.meta.setdefault("ac_graph_id", 0)

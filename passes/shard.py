@@ -1,4 +1,4 @@
-"""Shard: experts split over ranks, tokens exchanged at the borders of their regions.
+"""Shard: experts split over ranks, rows exchanged at the borders of their regions.
 
 Terms: an *expert region* lies between `piper.moe.dispatch` and `combine`; *rows* are its tokens'
 activations, as many as come; a *border* is a value that enters or leaves it (`meta["border"]` says
@@ -96,7 +96,7 @@ class Shard:
                and the same, from y to x, in the backward; static regions need no counts
     requires:  rows enter by `dispatch` and leave by `combine`; parameters are weights of
         `grouped_mm`, whose experts the group divides; nothing depends on how many rows there are
-    keeps:     values, row by row; each expert's gradient is that of all ranks' tokens
+    keeps:     values, row by row; each expert's gradient is that of all ranks' rows
     """
 
     name = "shard"
@@ -167,7 +167,7 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[N
                 faults += _check_other_uses(dag, one, source, experts)
         elif source.op == "placeholder":
             faults.append(
-                f"{one.where} makes the loss, which needs all ranks' tokens\n"
+                f"{one.where} makes the loss, which needs all ranks' rows\n"
                 "  hint  make it outside of the expert region, from what piper.moe.combine gives"
             )
         elif producer(source) in experts:
@@ -248,7 +248,7 @@ def _check_matrix(one: _Expert, arg: Arg, inside: Node) -> list[str]:
         return [
             f"{one.where} uses parameter {arg.name!r} otherwise than as a weight of "
             "piper.moe.grouped_mm, so it cannot be split by experts\n"
-            "  hint  a weight must be the parameter itself, [E, d, h] in the rows' dtype; use "
+            "  hint  a weight must be the parameter itself, [E, d, h], cast or turned at most; use "
             "others outside of the expert region"
         ]
     assert arg.spec is not None
@@ -308,7 +308,9 @@ def _is_matrix_somewhere(node: Node) -> bool:
 
 
 def _keeps_first_dim(node: Node) -> bool:
-    """Whether a node only exchanges a matrix's rows and columns, expert by expert."""
+    """Whether a node only casts a matrix or exchanges its rows and columns, expert by expert."""
+    if operator_name(node) == "_to_copy":
+        return True
     if operator_name(node) == "transpose":
         return all(isinstance(d, int) and d % 3 for d in node.args[1:])
     dims = node.args[1] if len(node.args) > 1 else None

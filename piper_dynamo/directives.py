@@ -251,7 +251,7 @@ class Replicate(_Record):
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Shard(_Record):
-    """Split the matched expert regions' parameters over ranks; tokens travel to them and back.
+    """Split the matched expert regions' parameters over ranks; rows travel to them and back.
 
     rewrite:   dispatch ; experts ; combine  ->  exchange ; this rank's experts ; exchange back
     requires:  the region lies between `piper.moe.dispatch` and `combine`; num_experts divides
@@ -298,7 +298,7 @@ class Shard(_Record):
             faults.add(
                 "capacity",
                 capacity,
-                "must be a number of tokens (int) or a factor (float) above 0, or None",
+                "must be a number of rows (int) or a factor (float) above 0, or None",
             )
         faults.check()
         self._store(filter=wanted, axes=over, stream=stream, capacity=capacity, where=where)

@@ -111,15 +111,13 @@ def _taken(rows: Tensor, order: Tensor | None) -> Tensor:
 
 def _splits(asked: Tensor, arrived: Tensor) -> Splits:
     """From the rows of each [rank, expert] that this rank sends, and those that come to it."""
+    # Read at once: on an accelerator each reading waits for it.
+    sent, received = torch.stack([asked.sum(1), arrived.sum(1)]).tolist()
     by_expert = by_rank = None
     if arrived.shape[1] > 1:
         expert = torch.arange(arrived.shape[1], device=arrived.device).repeat(arrived.shape[0])
-        by_expert = expert.repeat_interleave(arrived.reshape(-1)).argsort(stable=True)
+        expert = expert.repeat_interleave(arrived.reshape(-1), output_size=sum(received))
+        by_expert = expert.argsort(stable=True)
         by_rank = torch.empty_like(by_expert)
         by_rank[by_expert] = torch.arange(by_expert.shape[0], device=by_expert.device)
-    return Splits(
-        sent=asked.sum(1).tolist(),
-        received=arrived.sum(1).tolist(),
-        by_expert=by_expert,
-        by_rank=by_rank,
-    )
+    return Splits(sent=sent, received=received, by_expert=by_expert, by_rank=by_rank)

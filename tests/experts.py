@@ -19,7 +19,8 @@ class Mixture(nn.Module):
     """Four residual layers, each a gate and experts of two matrices; the loss is a mean.
 
     Routing follows the values, so that microbatches, replicas and steps differ in it. `shift` adds
-    to the gate's logits by expert: a large one leaves others without any token.
+    to the gate's logits by expert: a large one leaves others without any token. Models that differ
+    in what their experts compute override `experts`.
     """
 
     def __init__(
@@ -45,9 +46,12 @@ class Mixture(nn.Module):
         weights, index = chances.topk(self.top)
         sent, routing = piper.moe.dispatch(h, index, EXPERTS)
         with piper.annotate("EP"):
-            inner = torch.tanh(piper.moe.grouped_mm(sent, self.up[layer], routing))
-            out = piper.moe.grouped_mm(inner, self.down[layer], routing)
+            out = self.experts(sent, layer, routing)
         return piper.moe.combine(out, routing, weights)
+
+    def experts(self, sent: Tensor, layer: int, routing: piper.moe.Routing) -> Tensor:
+        inner = torch.tanh(piper.moe.grouped_mm(sent, self.up[layer], routing))
+        return piper.moe.grouped_mm(inner, self.down[layer], routing)
 
 
 def case(num_rows: int = 24, **options: Any) -> Case:

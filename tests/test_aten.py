@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import piper_dynamo as piper
+from piper_dynamo.ir.alias import exchange_of
 from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable
 from piper_dynamo.ir.program import Instr, Op
 from piper_dynamo.ir.verify import verify
@@ -29,7 +30,7 @@ def traced(fn: Callable[..., Any], *args: Tensor) -> Chunk:
     return make_chunk(graph, len(graph.output_node().args[0]))
 
 
-def run(graph: fx.Graph, args: list[Tensor]) -> list[Tensor]:
+def run(graph: fx.Graph, args: list[Any]) -> list[Tensor]:
     return list(runnable(graph).forward(list(args)))
 
 
@@ -263,3 +264,41 @@ def test_a_sum_written_over():
         instrs[at] = replace(instrs[at], adds=())
 
     assert "is written twice" in refused(change)
+
+
+exchange = torch.ops.piper.exchange
+
+
+def stand_ins(graph: fx.Graph) -> int:
+    return sum(exchange_of(node) != "" for node in graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("fn", "left"),
+    [
+        (lambda x, n: exchange(x.sin(), n), 0),  # an output in memory that the chunk makes
+        (lambda x, n: exchange(exchange(x.sin(), n), n), 0),
+        (lambda x, n: exchange(x, n).sin(), 0),  # no output
+        (lambda x, n: exchange(x.sin().t(), n).sin(), 1),  # laid out otherwise
+        (lambda x, n: exchange(x, n), 1),  # an input's memory
+        (lambda x, n: exchange(x.view(-1, 4), n).t(), 1),  # so is a view of it
+        (lambda x, n: exchange(x.sin()[1:], n), 1),  # a part, which would keep the rest alive
+        (lambda x, n: (y := x.sin(), exchange(y, n)), 1),  # two outputs
+        (lambda x, n: (exchange(y := x.sin(), n), exchange(y, n)), 1),
+        (lambda x, n: (exchange(y := x.sin(), n).t(), exchange(y, n).cos()), 0),
+    ],
+)
+def test_what_stands_for_exchanges_is_no_copy(fn: Callable[..., Any], left: int) -> None:
+    x = torch.randn(4, 2, dtype=torch.float64)
+    chunk = traced(fn, x, torch.tensor([2, 1, 1]))
+    graph = aten.runnable_graph(chunk)
+    assert stand_ins(chunk.graph) > 0
+    assert stand_ins(graph) == left
+    want, got = plain(chunk)(x.clone(), None), run(graph, [x.clone(), None])
+    for a, b, spec in zip(want, got, chunk.outputs, strict=True):
+        assert torch.equal(a, b)
+        assert spec is not None
+        assert b.stride() == spec.stride
+        assert b.untyped_storage().nbytes() == spec.nbytes
+    owners = {b.untyped_storage().data_ptr() for b in got}
+    assert len(owners) == len(set(chunk.shares))

@@ -213,15 +213,11 @@ def test_what_is_dropped_by_hand() -> None:
 class Normed(Mixture):
     """Rows are divided by their length: of a row of zeros that makes NaN."""
 
-    def mix(self, h: Tensor, layer: int) -> Tensor:
-        weights, index = (h @ self.gate[layer] + self.shift).softmax(-1).topk(self.top)
-        sent, routing = piper.moe.dispatch(h, index, EXPERTS)
-        with piper.annotate("EP"):
-            sent = sent / sent.norm(dim=-1, keepdim=True)
-            inner = piper.moe.grouped_mm(sent, self.up[layer], routing).exp().log()
-            inner = inner / inner.norm(dim=-1, keepdim=True)
-            out = piper.moe.grouped_mm(inner, self.down[layer], routing)
-        return piper.moe.combine(out, routing, weights)
+    def experts(self, sent: Tensor, layer: int, routing: piper.moe.Routing) -> Tensor:
+        sent = sent / sent.norm(dim=-1, keepdim=True)
+        inner = piper.moe.grouped_mm(sent, self.up[layer], routing).exp().log()
+        inner = inner / inner.norm(dim=-1, keepdim=True)
+        return piper.moe.grouped_mm(inner, self.down[layer], routing)
 
 
 class NormedReference(capacity.Reference):

@@ -146,29 +146,21 @@ def test_what_ranks_cannot_share_is_refused(what: str, words: str) -> None:
 class Even(Mixture):
     """What works for any number of rows: norms, slices and products along the last dim."""
 
-    def mix(self, h: Tensor, layer: int) -> Tensor:
-        weights, index = (h @ self.gate[layer]).softmax(-1).topk(2)
-        sent, routing = piper.moe.dispatch(h, index, EXPERTS)
-        with piper.annotate("EP"):
-            sent = nn.functional.layer_norm(sent, (4,)) + nn.functional.rms_norm(sent, (4,))
-            inner = piper.moe.grouped_mm(sent, self.up[layer], routing).softmax(-1)
-            inner = torch.cat((inner[:, 1:], inner[:, :1] / inner.norm(dim=-1, keepdim=True)), -1)
-            out = piper.moe.grouped_mm(inner, self.down[layer], routing)
-        return piper.moe.combine(out, routing, weights)
+    def experts(self, sent: Tensor, layer: int, routing: piper.moe.Routing) -> Tensor:
+        sent = nn.functional.layer_norm(sent, (4,)) + nn.functional.rms_norm(sent, (4,))
+        inner = piper.moe.grouped_mm(sent, self.up[layer], routing).softmax(-1)
+        inner = torch.cat((inner[:, 1:], inner[:, :1] / inner.norm(dim=-1, keepdim=True)), -1)
+        return piper.moe.grouped_mm(inner, self.down[layer], routing)
 
 
 class Sliced(Mixture):
     """SwiGLU whose halves are one matrix's: slices, whose gradients know the rows captured."""
 
-    def mix(self, h: Tensor, layer: int) -> Tensor:
-        weights, index = (h @ self.gate[layer]).softmax(-1).topk(2)
-        sent, routing = piper.moe.dispatch(h, index, EXPERTS)
-        with piper.annotate("EP"):
-            inner = piper.moe.grouped_mm(sent, self.up[layer], routing)
-            inner = nn.functional.silu(inner[:, :1]) * inner[:, 1:] * inner[:, -1].unsqueeze(1)
-            inner = torch.cat((inner, inner[:, :1]), 1)
-            out = piper.moe.grouped_mm(inner, self.down[layer], routing)
-        return piper.moe.combine(out, routing, weights)
+    def experts(self, sent: Tensor, layer: int, routing: piper.moe.Routing) -> Tensor:
+        inner = piper.moe.grouped_mm(sent, self.up[layer], routing)
+        inner = nn.functional.silu(inner[:, :1]) * inner[:, 1:] * inner[:, -1].unsqueeze(1)
+        inner = torch.cat((inner, inner[:, :1]), 1)
+        return piper.moe.grouped_mm(inner, self.down[layer], routing)
 
 
 class Round(Mixture):
@@ -186,12 +178,8 @@ class Round(Mixture):
 class Plain(Mixture):
     """An expert region without experts' matrices: rows travel all the same."""
 
-    def mix(self, h: Tensor, layer: int) -> Tensor:
-        weights, index = (h @ self.gate[layer]).softmax(-1).topk(2)
-        sent, routing = piper.moe.dispatch(h, index, EXPERTS)
-        with piper.annotate("EP"):
-            out = torch.tanh(sent)
-        return piper.moe.combine(out, routing, weights)
+    def experts(self, sent: Tensor, layer: int, routing: piper.moe.Routing) -> Tensor:
+        return torch.tanh(sent)
 
 
 @pytest.mark.parametrize("kind", [Even, Sliced, Round, Plain])
@@ -221,10 +209,24 @@ def test_batch_data_in_an_expert_region_is_refused() -> None:
 def test_rows_of_another_routing_are_refused() -> None:
     x, w = fill([4, 4], 1).detach(), fill([EXPERTS, 4, 3], 2).detach()
     sent, routing = piper.moe.dispatch(x, torch.tensor([0, 1, 2, 3]), EXPERTS)
-    with pytest.raises(RuntimeError, match="x has 3 rows, but its routing has 4"):
+    with pytest.raises(piper.PiperStrategyError, match="of its routing"):
         piper.moe.grouped_mm(sent[:3], w, routing)
+    with pytest.raises(RuntimeError, match="x has 3 rows, but its routing has 4"):
+        torch.ops.piper.grouped_mm(sent[:3], w, routing.arrived)
     with pytest.raises(piper.PiperStrategyError, match="of its routing"):
         piper.moe.combine(sent[:3], routing)
+
+
+def test_rows_of_another_routing_are_refused_where_they_are_captured() -> None:
+    class Short(Mixture):
+        def mix(self, h: Tensor, layer: int) -> Tensor:
+            sent, routing = piper.moe.dispatch(h, torch.arange(h.shape[0]) % EXPERTS, EXPERTS)
+            with piper.annotate("EP"):
+                piper.moe.grouped_mm(sent[1:], self.up[layer], routing)
+            return h
+
+    with pytest.raises(piper.PiperError, match="of its routing"):
+        piper.plan(Short(1), experts.strategy(PAIR, 2, "gpipe"), rows(12, 0), 2)
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:

@@ -1,13 +1,14 @@
 """Several steps before one update, with their reductions put off."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Op
-from tests import jobs
+from tests import experts, jobs, replicas
 
 STEPS = 3
 
@@ -106,6 +107,53 @@ def test_control_without_the_last_reduction_the_numbers_differ():
     never = piper.launch(lambda: train(0, lambda k: False), ranks=4, engine="inprocess")
     with pytest.raises(AssertionError):  # nobody reduces: the optimizer sees no gradient
         jobs.close(never[0][0]["e"], want["e"], "e")
+
+
+def accumulate_experts(zero: int, last: int) -> dict[str, torch.Tensor]:
+    """Steps of which those before `last` put their reductions off; what this rank then holds."""
+    placement = {0: [0, 1, 2, 3]}
+    case = experts.case()
+    mine = [replicas.mine(case.batch(k), placement) for k in range(STEPS)]
+    step = piper.compile(case.build(1), experts.copies(2, placement, "gpipe", zero=zero), mine[0])
+    optimizer = torch.optim.SGD(piper.parameters(step), lr=0.1)
+    for _ in range(2):
+        for k, batch in enumerate(mine):
+            with piper.no_sync(step) if k < last else nullcontext():
+                (step(*batch) / (k + 1)).backward()
+        piper.clip_grad_norm_(step, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return replicas.held(step)
+
+
+def experts_alone() -> dict[str, torch.Tensor]:
+    case = experts.case()
+    model = case.build(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for k in range(STEPS):
+            (model(*case.batch(k)) / (k + 1)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_put_off_reductions_of_copies_of_experts(zero: int):
+    """Rows are exchanged in every step; experts' gradients are summed over their copies once."""
+    want, part = experts_alone(), experts.part_of(2)
+
+    def compare(last: int) -> None:
+        found = jobs.run_ranks(lambda: accumulate_experts(zero, last), 4)
+        for rank, held in enumerate(found):
+            for name, value in held.items():
+                mine = part(want[name], rank, {0: [0, 1, 2, 3]}, zero)
+                jobs.close(value, mine, f"rank {rank} {name}")
+
+    compare(STEPS - 1)
+    with pytest.raises(AssertionError, match="off by"):  # control: nothing is ever reduced
+        compare(STEPS)
 
 
 def test_it_needs_a_prepared_step():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from piper_dynamo.ir.task import TaskName
 from piper_dynamo.measure import measured_costs
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.timeline import Event, Timeline
-from piper_dynamo.train import job, progress, report
+from piper_dynamo.train import compare, job, progress, report
 from piper_dynamo.train.compare import one_process
 from piper_dynamo.train.config import Config, schedule_name
 from piper_dynamo.train.data import Corpus
-from piper_dynamo.train.model import build, split_result
+from piper_dynamo.train.model import balance, build, split_result
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 from piper_dynamo.train.progress import Progress
 from tests import jobs
@@ -359,8 +360,26 @@ MIXES = [
 QUICK = {("one_f_one_b", 3), ("zbv", 2), ("dualpipev", 0), ("zb_h1", 1), ("dualpipe", 2)}
 
 
-def train_rank(config: Config, corpus: Corpus) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of this rank, on its replica's share of the rows."""
+RATE = 0.05  # so large that biases decide
+
+
+def move_biases(model: Any, ranks: list[list[Any]]) -> None:
+    """As `piper train` does over processes: by the sum of all ranks' loads."""
+    experts = model.layers[0].moe.num_experts
+    loads = [
+        sum(load.reshape(-1, experts).sum(0) for load in layer if load is not None)
+        for layer in zip(*ranks, strict=True)
+    ]
+    balance(model, loads, rate=RATE, over_ranks=False)
+
+
+def train_rank(
+    config: Config, corpus: Corpus, posted: dict[tuple[int, int], list[Any]] | None = None
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of this rank, on its replica's share of the rows.
+
+    With `posted`, which all ranks write their loads to, by step and rank, biases of experts move.
+    """
     found: tuple[list[float], list[float]] = ([], [])
     share = piper.rank() % config.replicas
     batches = [
@@ -370,14 +389,19 @@ def train_rank(config: Config, corpus: Corpus) -> tuple[list[float], list[float]
         )
         for number in range(config.steps)
     ]  # fmt: skip
-    step = piper.compile(build(config), config.strategy(), batches[0])
+    model = build(config)
+    step = piper.compile(model, config.strategy(), batches[0])
     assert (piper.data_rank(step), piper.data_world(step)) == (share, config.replicas)
     optimizer = make_optimizer(piper.parameters(step), config)
     for number, batch in enumerate(batches):
         set_learning_rate(optimizer, number, config)
-        loss, _ = split_result(step(*batch))
+        loss, loads = split_result(step(*batch))
         loss.backward()
+        if posted is not None:
+            posted[number, piper.rank()] = loads
         found[1].append(piper.clip_grad_norm_(step, config.clip).item())
+        if posted is not None:  # the norm is of all ranks, so each has posted its loads
+            move_biases(model, [posted[number, rank] for rank in range(config.world)])
         found[0].append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
@@ -415,17 +439,34 @@ def test_replicas_equal_one_process(schedule: str, zero: int, options: dict[str,
         pytest.param("zbv", {"ep": 2, "dp": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_experts_equal_one_process(schedule: str, sizes: dict[str, int]):
-    """Each rank has its share of rows and experts; biases stay zero on both sides."""
+def test_experts_equal_one_process(
+    schedule: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Each rank has its share of rows and experts; biases move by what all ranks' experts got."""
+    monkeypatch.setattr(compare, "balance", partial(balance, rate=RATE))
     config = Config(
         model="moe", dim=16, layers=4, heads=2, kv_heads=1, seq=8, batch=16, microbatches=4,
         steps=3, experts=4, dtype="float64", schedule=schedule, **sizes,
     )  # fmt: skip
     corpus = counting()
 
-    want = one_process(config, corpus, balancing=False)
-    for losses, norms in jobs.run_ranks(lambda: train_rank(config, corpus), config.world):
+    want, posted = one_process(config, corpus), {}
+    for losses, norms in jobs.run_ranks(lambda: train_rank(config, corpus, posted), config.world):
         assert want.max_relative_difference(losses, norms) < 1e-12
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_control_biases_that_stay(moved: bool, monkeypatch: pytest.MonkeyPatch):
+    config = Config(
+        model="moe", dim=16, layers=2, heads=2, kv_heads=1, seq=8, batch=16, microbatches=2,
+        steps=3, experts=4, pp=1, ep=2, dtype="float64", schedule="gpipe",
+    )  # fmt: skip
+    corpus = counting()
+    monkeypatch.setattr(compare, "balance", partial(balance, rate=RATE))
+    want, posted = one_process(config, corpus), {} if moved else None
+    found = jobs.run_ranks(lambda: train_rank(config, corpus, posted), config.world)
+    difference = want.max_relative_difference(*found[0])
+    assert difference < 1e-12 if moved else difference > 1e-6
 
 
 # Processes

@@ -8,9 +8,10 @@
 Legend: n tokens, k experts per token, E experts, r = n * k rows, d and h widths.
 
 On one device rows are sorted by expert, multiplied, and put back. `piper.Shard` splits the experts
-over ranks and makes the three `exchange` operators all-to-alls (`passes/shard.py`); they copy where
-nothing is sharded. The sort is stable, so that an expert sees its rows in the order of the tokens,
-and rows that come from several ranks in the order of the ranks: as one process on all tokens would.
+over ranks and puts all-to-alls where the three `exchange` operators are (`passes/shard.py`). These
+copy, until programs leave them out (`lowering/aten.py`). The sort is stable, so that an expert sees
+its rows in the order of the tokens, and rows that come from several ranks in the order of the
+ranks: as one process on all tokens would.
 
 `Shard(capacity=)` puts the operators of `slots.py` in the place of some of these
 (`passes/capacity.py`).
@@ -25,7 +26,9 @@ from piper_dynamo.errors import PiperStrategyError, format_error
 
 
 class Routing(NamedTuple):
-    """Where rows are; made by `dispatch`, and only to be handed to `grouped_mm` and `combine`.
+    """Where rows are; made by `dispatch`, for `grouped_mm` and `combine`.
+
+    `counts` may be read, outside of the expert region; the rest is theirs.
 
     Attributes:
         order: Which of the n * k assignments each sorted row is: [r], int64.
@@ -66,7 +69,7 @@ def dispatch(tokens: Tensor, expert_index: Tensor, num_experts: int) -> tuple[Te
 
 
 def grouped_mm(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
-    """Each expert's rows times its matrix.
+    """Each expert's rows times its matrix; under autocast in its dtype, as other products are.
 
     Args:
         x: Rows by expert, [r, d].
@@ -81,13 +84,25 @@ def grouped_mm(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         _refuse("grouped_mm takes x [r, d] and weight [E, d, h]", x=x.shape, weight=weight.shape)
+    x, weight = _autocast(x), _autocast(weight)
     if x.dtype != weight.dtype:
-        _refuse("grouped_mm takes x and weight of one dtype", x=x.dtype, weight=weight.dtype)
+        _refuse(
+            "grouped_mm takes x and weight of one dtype",
+            x=x.dtype,
+            weight=weight.dtype,
+            hint="give weight.to(x.dtype), or the rows in the weight's dtype",
+        )
     if weight.shape[0] != routing.counts.shape[0]:
         _refuse(
             "grouped_mm takes one matrix for each expert of the routing",
             weight=weight.shape,
             experts=routing.counts.shape[0],
+        )
+    if x.shape[0] != routing.order.shape[0]:
+        _refuse(
+            "grouped_mm takes the rows [r, d] of its routing",
+            x=x.shape,
+            rows=routing.order.shape[0],
         )
     found: Tensor = torch.ops.piper.grouped_mm(x, weight, routing.arrived)
     return found
@@ -121,6 +136,16 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     return apart if weights is None else (apart * weights.unsqueeze(-1)).sum(1)
 
 
+def _autocast(value: Tensor) -> Tensor:
+    """The value in the dtype that autocast asks matrix products for; float64 stays, as there."""
+    device = value.device.type
+    # Models on "meta" are planned, too, and asking about a device without autocast raises.
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if not is_on or value.dtype == torch.float64:
+        return value
+    return value.to(torch.get_autocast_dtype(device)) if value.is_floating_point() else value
+
+
 def _check_dispatch(tokens: Tensor, index: Tensor, num_experts: int) -> None:
     if tokens.dim() != 2 or index.dim() != 2 or index.shape[0] != tokens.shape[0]:
         _refuse(
@@ -134,9 +159,11 @@ def _check_dispatch(tokens: Tensor, index: Tensor, num_experts: int) -> None:
         _refuse("dispatch takes at least one expert", num_experts=num_experts)
 
 
-def _refuse(title: str, **details: Any) -> None:
+def _refuse(title: str, hint: str = "", **details: Any) -> None:
+    if torch.compiler.is_compiling():  # sizes are no text there: the message would be lost
+        raise PiperStrategyError(f"piper.moe.{title}")
     shown = {key.replace("_", " "): str(value) for key, value in details.items()}
-    raise PiperStrategyError(format_error(f"piper.moe.{title}", shown))
+    raise PiperStrategyError(format_error(f"piper.moe.{title}", shown, hint=hint))
 
 
 # Operators. Each is functional, so that they can be captured, split and scheduled like any other.
@@ -201,13 +228,13 @@ def _(counts: Tensor) -> Tensor:
 @torch.library.custom_op("piper::exchange", mutates_args=())
 def _exchange(rows: Tensor, arrived: Tensor) -> Tensor:
     """Rows to where their experts are."""
-    return rows.contiguous().clone()
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("piper::unexchange", mutates_args=())
 def _unexchange(rows: Tensor, arrived: Tensor) -> Tensor:
     """Rows from their experts back to where they came from."""
-    return rows.contiguous().clone()
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 @_exchange.register_fake

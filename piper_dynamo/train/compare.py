@@ -63,13 +63,12 @@ def verdict(difference: float, config: Config, steps: int) -> str:
     return f"DIFFERS from one process: {found}, where rounding explains {allowed:.0e}"
 
 
-def one_process(config: Config, corpus: Corpus, *, balancing: bool = True) -> Reference:
+def one_process(config: Config, corpus: Corpus) -> Reference:
     """Train an untouched copy of the model on whole batches, everything else alike.
 
     Args:
         config: The job.
         corpus: Its text.
-        balancing: Whether the biases of experts move, as they do in the job.
     """
     model = build(config)
     optimizer = make_optimizer(model.parameters(), config)
@@ -82,7 +81,7 @@ def one_process(config: Config, corpus: Corpus, *, balancing: bool = True) -> Re
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
-        if loads and balancing:
+        if loads:
             balance(model, loads, over_ranks=False)
         losses.append(loss.item())
         norms.append(float(norm))
