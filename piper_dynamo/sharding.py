@@ -28,12 +28,14 @@ class Block:
         spec: The whole parameter.
         home: The rows with their filling; None where the parameter is whole.
         rows: How many rows are its own.
+        start: The first of them in the whole parameter.
     """
 
     param: nn.Parameter
     spec: TensorSpec
     home: Tensor | None
     rows: int
+    start: int
 
     def value(self) -> Tensor:
         """What the program reads: the block, filled up, with the optimizer's last values."""
@@ -74,7 +76,7 @@ def take_block(param: nn.Parameter, layout: Layout | None, mesh: Any, rank: int)
     """
     spec = TensorSpec.of(param)
     whole = param.detach()
-    local, home, rows = whole, None, 0
+    local, home, start, rows = whole, None, 0, 0
     placements: list[Any] = [Replicate() for _ in range(mesh.ndim)]
     levels = [g for g in (layout.expert_groups, layout.shard_groups) if g] if layout else []
     if levels:
@@ -95,6 +97,7 @@ def take_block(param: nn.Parameter, layout: Layout | None, mesh: Any, rank: int)
         spec=spec,
         home=home,
         rows=rows,
+        start=start,
     )
 
 
