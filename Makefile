@@ -24,7 +24,7 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow test-torch bench-pipeline bench-zero bench-experts \
+.PHONY: help env train test test-slow test-torch bench-pipeline bench-zero bench-experts bench-init \
 	lint format docs clean
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
+	@echo "make bench-init   memory of building a model of a billion parameters under deferred_init"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and its pictures again"
@@ -83,6 +84,9 @@ bench-zero: $(READY)
 
 bench-experts: $(READY)
 	$(PY) -m benchmarks.experts $(ARGS)
+
+bench-init: $(READY)
+	$(PY) -m benchmarks.init $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError, format_error
-from piper_dynamo.pending import settle
+from piper_dynamo.pending import refuse_lazy, settle
 from piper_dynamo.recording import (
     Constant,
     Memory,
@@ -64,7 +64,9 @@ def deferred_init() -> Iterator[None]:
         stack.enter_context(compat.DispatchMode(_dispatch))
         stack.enter_context(_Pretends())
         yield
-    settle(seen.found())
+    modules = seen.found()
+    refuse_lazy(modules)
+    settle(modules)
 
 
 class _Modules:
@@ -448,6 +450,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     **{
         getattr(torch.Tensor, name): _refused(f".{name}()")
-        for name in ("data_ptr", "share_memory_", "__reduce_ex__", "__dlpack__", "storage")
+        for name in ("data_ptr", "share_memory_", "__dlpack__", "storage")
     },
 }

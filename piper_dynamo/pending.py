@@ -145,29 +145,41 @@ def settle_bare(module: nn.Module, device: torch.device) -> None:
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and buffers."""
+    """A module's own parameters and buffers; those of lazy modules only once they have a shape."""
     for held in (module._parameters, module._buffers):
         for name, tensor in held.items():
-            if tensor is not None:
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
                 yield name, tensor
 
 
+def refuse_lazy(modules: Iterable[nn.Module]) -> None:
+    """A parameter without a shape cannot be recorded.
+
+    Raises:
+        PiperError: There is one.
+    """
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if nn.parameter.is_lazy(tensor):
+                raise _cannot_wait(name, "its shape is not known before the first call")
+
+
 def _refuse_hooks(name: str, tensor: Tensor) -> None:
-    hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-    why = "it has a hook, which would be lost" if any(hooks) else ""
-    if nn.parameter.is_lazy(tensor):
-        why = "its shape is not known before the first call"
-    elif not tensor.is_leaf:
-        why = "it is computed from other parameters, with a gradient"
-    if why:
-        raise PiperError(
-            format_error(
-                f"{name!r} cannot get its values later",
-                {"why": why},
-                hint="build the model without piper.deferred_init, or register hooks after "
-                "piper.prepare",
-            )
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise _cannot_wait(name, "it has a hook, which would be lost")
+    if not tensor.is_leaf:
+        raise _cannot_wait(name, "it is computed from other parameters, with a gradient")
+
+
+def _cannot_wait(name: str, why: str) -> PiperError:
+    return PiperError(
+        format_error(
+            f"{name!r} cannot get its values later",
+            {"why": why},
+            hint="build the model without piper.deferred_init, or register hooks after "
+            "piper.prepare",
         )
+    )
 
 
 def _refuse_overlap(name: str, view: View, taken: Sequence[tuple[str, View]]) -> None:
@@ -241,6 +253,8 @@ def fill(tensor: Tensor, init: InitFn | None = None) -> bool:
     assert source is not None
     if source.view is not None:
         made = values(source.view)
+        if 2 * source.spec.nbytes < source.view.nbytes and 0 not in source.spec.stride:
+            made = source.view.scratch().copy_(made)  # a small part of a large memory
     else:
         made = _blank(source.spec)
         if init is not None:
