@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.garbage import freed
 from piper_dynamo.pending import refuse_lazy, settle
 from piper_dynamo.recording import (
     Constant,
@@ -283,7 +284,10 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = [g for g in tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)]
     generator = given[0] if given else generator_of(drawn_on(args, kwargs))
     state = generator.get_state()
-    func(*args, **kwargs)
+    used = [leaf for leaf in tree_leaves((args, func(*args, **kwargs))) if isinstance(leaf, Tensor)]
+    nbytes = max(leaf.nbytes for leaf in used)
+    del args, kwargs, used
+    freed(nbytes)
     return state
 
 

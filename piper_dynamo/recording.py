@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
+from piper_dynamo.garbage import freed
 from piper_dynamo.ir.spec import TensorSpec
 
 _COPIED_BYTES = 2**20  # a constant of up to so many bytes is copied, a larger one referred to
@@ -117,10 +118,9 @@ class Constant:
     @classmethod
     def of(cls, value: Tensor) -> "Constant":
         """A constant of a tensor's values now."""
-        value = value.detach()
         if value.is_inference() or value.nbytes <= _COPIED_BYTES:
-            return cls(value.clone())
-        return cls(value, value._version)
+            return cls(value.detach().clone())
+        return cls(value, value._version)  # itself: its detached twin would have another version
 
     def get(self, where: str) -> Tensor:
         """Its values.
@@ -136,7 +136,7 @@ class Constant:
                     hint="change it before it is used, or give the model a copy: tensor.clone()",
                 )
             )
-        return self.value
+        return self.value.detach()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -273,8 +273,8 @@ def _run_for(memory: Memory) -> torch.UntypedStorage:
         for op in needed:
             op.run(buffers)
             for used in op.memories:
-                if last_use[used] is op and used is not memory:
-                    buffers.pop(used, None)
+                if last_use[used] is op and used is not memory and used in buffers:
+                    freed(buffers.pop(used).nbytes())
     return buffers[memory]
 
 
@@ -312,7 +312,7 @@ def recipe(view: View) -> str:
             place = places.setdefault(leaf.memory, len(places))
             return f"{place} {leaf.spec} {leaf.stride} {leaf.offset} {leaf.is_conj} {leaf.is_neg}"
         if isinstance(leaf, Constant):
-            raw = leaf.value.contiguous().cpu().reshape(-1).view(torch.uint8)
+            raw = leaf.value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
             return hashlib.sha1(raw.numpy().data, usedforsecurity=False).hexdigest()
         return "generator" if isinstance(leaf, torch.Generator) else repr(leaf)
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
+from piper_dynamo.garbage import freed
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.sharding import Block
 
@@ -232,6 +233,8 @@ class StepState:
         _records[key] = (weakref.ref(param, lambda _: _records.pop(key, None)), record)
         if not held or (record.block is not None and record.block.home is not None):
             _release(param, record)
+            if held:
+                freed(record.spec.nbytes)
         if not is_filled:
             self.lacks(name, param if record.block is None else record.block.param)
         return record

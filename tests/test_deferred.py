@@ -104,10 +104,10 @@ class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(6, 5))
-        if self.w[0, 0] > 0:
+        if self.w.detach()[0, 0] > 0:
             nn.init.ones_(self.w[1:2])
-        self.largest = float(self.w.abs().max())
-        self.rows = self.w.sum(1).tolist()
+        self.largest = float(self.w.detach().abs().max())
+        self.rows = self.w.detach().sum(1).tolist()
         self.array = nn.Parameter(torch.from_numpy(self.w.detach().numpy() * 2))
         with torch.no_grad():
             self.w[self.w > 1] = 1.0
