@@ -160,7 +160,7 @@ def refuse_lazy(modules: Iterable[nn.Module]) -> None:
     """
     for module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if nn.parameter.is_lazy(tensor):
+            if tensor is not None and nn.parameter.is_lazy(tensor):
                 raise _cannot_wait(name, "its shape is not known before the first call")
 
 

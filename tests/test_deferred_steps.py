@@ -81,8 +81,8 @@ class DrawnExperts(experts.Mixture):
             nn.init.normal_(parameter, std=0.5)
 
 
-@pytest.mark.parametrize("zero", replicas.levels(0, 3))
-@pytest.mark.parametrize("placement", [LINE, PAIR], ids=["line", "pair"])
+@pytest.mark.parametrize("zero", replicas.levels(3))
+@pytest.mark.parametrize("placement", [LINE, pytest.param(PAIR, marks=pytest.mark.slow)])
 def test_training_equals_one_process(placement: jobs.Placement, zero: int) -> None:
     """Tied over stages, and in blocks of rows; the first stage has the other's tied copy."""
     wanted = replicas.strategy(placement, 2, "gpipe", zero=zero)
