@@ -215,14 +215,19 @@ def _postpone(name: str, tensor: Tensor, **source: Any) -> None:
 
 
 def _stand_in(spec: TensorSpec, requires_grad: bool, is_parameter: bool) -> Tensor:
-    """One element in place of all."""
+    """One element in place of all elements of a parameter.
+
+    A buffer may be changed in place where it is traced, so its elements must be apart: they get
+    memory that nobody writes to, of which large pieces take no pages.
+    """
+    if not is_parameter:
+        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        return made.requires_grad_(requires_grad)
     fill = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
     one = torch.full((1,), fill, dtype=spec.dtype, device=spec.device)
     made = torch.empty(0, dtype=spec.dtype, device=spec.device)
     made.set_(one.untyped_storage(), 0, spec.shape, (0,) * len(spec.shape))
-    if is_parameter:
-        return nn.Parameter(made, requires_grad=requires_grad)
-    return made.requires_grad_(requires_grad)
+    return nn.Parameter(made, requires_grad=requires_grad)
 
 
 def _make_attributes(module: nn.Module) -> None:
