@@ -19,6 +19,7 @@ from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.pending import InitFn, fill, identity, source_of
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.sharding import digest
 
 
 def announcement(plan: Plan) -> str:
