@@ -25,7 +25,7 @@ CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help env train test test-slow test-torch fuzz bench-pipeline bench-zero bench-experts \
-	bench-plan \
+	bench-plan bench-init \
 	lint format docs clean
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
 	@echo "make bench-plan   time of the proof, the simulation and planning by size"
+	@echo "make bench-init   memory of building a model of a billion parameters under deferred_init"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and the documents' pictures again"
@@ -92,6 +93,9 @@ bench-experts: $(READY)
 
 bench-plan: $(READY)
 	$(PY) -m benchmarks.plan $(ARGS)
+
+bench-init: $(READY)
+	$(PY) -m benchmarks.init $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

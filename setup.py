@@ -58,9 +58,11 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "safetensors",
             "setuptools",  # torch imports it in places, and a test builds the wheel
         ],
         "triton": ["triton"],
+        "safetensors": ["safetensors"],
         "ray": ["ray"],
     },
     entry_points={

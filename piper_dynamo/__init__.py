@@ -18,6 +18,7 @@ from piper_dynamo.accumulation import no_sync
 from piper_dynamo.annotate import annotate
 from piper_dynamo.api import compile, plan, prepare
 from piper_dynamo.costs import Costs
+from piper_dynamo.deferred import deferred_init
 from piper_dynamo.errors import (
     PiperAbsentError,
     PiperCaptureError,
@@ -29,9 +30,11 @@ from piper_dynamo.errors import (
     PiperTimeoutError,
 )
 from piper_dynamo.mesh import Mesh
+from piper_dynamo.pending import materialize
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.launch import launch, rank, world_size
 from piper_dynamo.strategy import Order, Place, Replicate, Shard, Split, Strategy
+from piper_dynamo.weights import load_state_dict
 
 __version__ = "0.1.0"
 __all__ = [
@@ -57,8 +60,11 @@ __all__ = [
     "compile",
     "data_rank",
     "data_world",
+    "deferred_init",
     "explain",
     "launch",
+    "load_state_dict",
+    "materialize",
     "moe",
     "named_parameters",
     "no_sync",

@@ -30,12 +30,15 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "BackendCompilerFailed",
     "CheckpointPolicy",
+    "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
@@ -51,33 +54,41 @@ __all__ = [
     "compile_with_inductor",
     "default_store",
     "drop_graph",
+    "example_of",
     "fake_tracing",
     "fixed_size",
     "graph_break_of",
     "inductor_backend",
     "is_marked_dynamic",
+    "is_on_meta",
     "is_python_float",
     "is_tracing",
     "local_tensor",
     "mark_dynamic",
     "mesh_of",
     "min_cut_partition",
+    "new_storage",
     "no_autocast",
+    "no_modes",
     "no_torch_function",
     "output_nodes",
     "parameter_names",
+    "parse_to",
     "quiet_fake_tensors",
     "raise_recompile_limit",
     "reduce_scatter_single",
     "source_chain",
     "source_name",
     "specialized_at",
+    "swap_contents",
+    "takes",
     "target_name",
     "trace_forward",
     "trace_joint",
     "unmark_dynamic",
     "weakly_mark_arguments",
     "weakly_mark_dynamic",
+    "with_bits",
 ]
 
 _marked: list[weakref.ref[torch.Tensor]] = []
@@ -477,3 +488,66 @@ def is_python_float(placeholder: fx.Node) -> bool:
     """Whether a graph's tensor argument stands for a float of the caller's."""
     grapharg = placeholder.meta.get("grapharg")
     return bool(getattr(grapharg, "pass_arg_as_tensor", False))
+
+
+def is_on_meta(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory, whatever it says of its device."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Operators run as they would outside of every mode."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+class DispatchMode(_TorchDispatchMode):
+    """Gives every operator that this thread runs to `take`."""
+
+    def __init__(self, take: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._take = take
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._take(func, tuple(args), dict(kwargs or {}))
+
+
+def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Memory with any contents."""
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+
+
+def with_bits(tensor: Tensor, *, is_conj: bool, is_neg: bool) -> Tensor:
+    """The tensor read as its conjugate, or its negative, without a copy."""
+    if is_conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if is_neg else tensor
+
+
+def takes(func: Any, name: str) -> bool:
+    """Whether an operator has a parameter of that name."""
+    return any(argument.name == name for argument in func._schema.arguments)
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
+    """Device, dtype, non_blocking and memory format of arguments to `Tensor.to`."""
+    found: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
+    return found
+
+
+def swap_contents(one: Tensor, other: Tensor) -> None:
+    """Exchange what two tensors are, but not the objects: who refers to one finds the other.
+
+    `torch.utils.swap_tensors` refuses objects that are referred to weakly, as RNNs do.
+    """
+    torch._C._swap_tensor_impl(one, other)
+
+
+def example_of(placeholder: fx.Node) -> Any:
+    """What a graph's argument was at the traced call; None if it is unknown."""
+    return getattr(placeholder.meta.get("grapharg"), "example", None)

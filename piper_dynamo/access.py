@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError
 from piper_dynamo.measure import recorder
+from piper_dynamo.pending import fill, source_of
 from piper_dynamo.planning import Plan
 from piper_dynamo.state import ANCHOR, Record, StepState, record_of
 
@@ -62,6 +63,8 @@ def _held(step: Any, state: StepState) -> Iterator[tuple[str, nn.Parameter, Reco
         record = record_of(param)
         # What no program uses (yet) is rank 0's to train; the others keep it as it is.
         if state.rank == 0 if record is None else record.held:
+            if source_of(param) is not None and not fill(param, state.init):
+                state.lacks(name, param)
             yield name, param if record is None else record.stepped(param), record
 
 

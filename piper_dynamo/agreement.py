@@ -16,6 +16,7 @@ from torch import Tensor
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.pending import InitFn, fill, identity, source_of
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.sharding import digest
@@ -142,6 +143,7 @@ def check_copies(
     comm: Communicator,
     params: Mapping[str, tuple[Tensor, tuple[int, ...]]],
     start: str,
+    init: InitFn | None = None,
 ) -> None:
     """The ranks that hold a parameter must start from equal values of it.
 
@@ -153,6 +155,7 @@ def check_copies(
         params: By name, the parameters that it shares: the whole value, and the ranks that hold it.
         start: "equal" refuses others; "broadcast" overwrites those that differ with the values of
             the first rank that holds them.
+        init: Makes the values of parameters on the meta device.
 
     Raises:
         PiperRuntimeError: They differ; names the parameters. Or ranks ask for different things.
@@ -161,7 +164,7 @@ def check_copies(
     number = comm.adoptions
     comm.adoptions = number + 1
     names = sorted(params)
-    mine = dict(zip(names, digest([params[name][0] for name in names]), strict=True))
+    mine = {name: identity(params[name][0], init) for name in names}
     text = json.dumps([plan.fingerprint(), start, mine, describe(plan)])
     comm.publish(_key("copies", number, comm.rank), f"{number} {text}")
     ranks = sorted({rank for _, holders in params.values() for rank in holders})
@@ -192,6 +195,8 @@ def check_copies(
     }
     if unequal and start == "broadcast":
         for name in unequal:
+            if source_of(params[name][0]) is not None:
+                fill(params[name][0], init)
             _copy_first(*params[name], comm)
     elif unequal:
         raise _different_parameters(unequal, comm.rank)
@@ -218,8 +223,9 @@ def _different_parameters(unequal: Mapping[str, list[int]], mine: int) -> PiperR
         format_error(
             f"rank {mine} starts from other parameters than ranks that hold them, too",
             {"they differ in": "\n".join([*shown[:8], *more])},
-            hint="seed every rank alike before the model is built (torch.manual_seed), load the "
-            'same state dict, or ask for the first rank\'s values: start="broadcast"',
+            hint="build the model alike on every rank (piper.deferred_init on all or none) after "
+            "the same seed (torch.manual_seed), load the same state dict, or ask for the first "
+            'rank\'s values: start="broadcast"',
         )
     )
 

@@ -14,6 +14,7 @@ from piper_dynamo.backend import graph_break, piper
 from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.options import Options
+from piper_dynamo.pending import settle, settle_bare
 from piper_dynamo.planning import Plan
 from piper_dynamo.state import stand_in
 from piper_dynamo.step import Session, StandIn, session
@@ -33,7 +34,8 @@ def compile(
         strategy: How the step is distributed.
         example_inputs: Positional inputs as a tuple, or keyword inputs as a dict; what this
             rank would be given, at the whole batch's sizes. Values are not looked at.
-        options: `compile=`, `costs=`, `timeout_s=`, `outputs=`; see `piper_dynamo.options.Options`.
+        options: `compile=`, `costs=`, `timeout_s=`, `outputs=`, `init_fn=`; see
+            `piper_dynamo.options.Options`.
 
     Returns:
         What `torch.compile` returns; call it like the model.
@@ -50,12 +52,15 @@ def compile(
 def prepare(step: Any, *args: Any, **kwargs: Any) -> None:
     """Capture, plan and compile a step for inputs like these; runs nothing.
 
-    What this rank does not hold is released.
+    What this rank does not hold is released, and what it holds of a model that was built under
+    `deferred_init` gets its values.
 
     Raises:
         PiperError: The model, the strategy or the inputs are refused.
     """
-    module_of(step)
+    settle([module_of(step)])
+    given = [v.device for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    settle_bare(module_of(step), given[0] if given else torch.device("cpu"))
     with session(None) as now:
         _call(step, now, args, kwargs)
         if not now.steps:

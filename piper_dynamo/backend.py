@@ -17,6 +17,7 @@ from piper_dynamo.capture import read_args
 from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.options import Options
+from piper_dynamo.pending import source_of
 from piper_dynamo.planning import data_dims, refuse_unsupported, split_of
 from piper_dynamo.step import CompiledStep
 from piper_dynamo.tagging import tag_by_path
@@ -64,9 +65,27 @@ def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Call
         raise PiperStrategyError(
             f"the options {', '.join(given)} mean something only with a strategy; leave them out"
         )
+    _refuse_pending(gm)
     if options.compile_for(inputs) == "inductor":
         return compat.inductor_backend()(gm, inputs)  # type: ignore[no-any-return]
     return compat.aten_backend()(gm, inputs)  # type: ignore[no-any-return]
+
+
+def _refuse_pending(gm: fx.GraphModule) -> None:
+    """Only a strategy's programs give values to what has none."""
+    found = [
+        source.name
+        for node in gm.graph.find_nodes(op="placeholder")
+        if (source := source_of(compat.example_of(node))) is not None
+    ]
+    if found:
+        raise PiperCaptureError(
+            format_error(
+                "the model has no values yet, and is compiled for one device, without a strategy",
+                {"without": ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")},
+                hint="make the values that piper.deferred_init put off: piper.materialize(model)",
+            )
+        )
 
 
 def _refuse_graph_break(gm: fx.GraphModule) -> None:

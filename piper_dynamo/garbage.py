@@ -4,8 +4,12 @@ Tracing and planning make many objects, and leave many that refer to one another
 for garbage all the time takes long; not to look at all heaps up what every stage leaves, and Python
 seldom gives such memory back. So the collector rests, and each stage calls it when it ends. Graphs
 are taken apart where they are no longer needed (`_torch_compat.drop_graph`).
+
+Large tensors that come and go, while small things that stay are put between them, leave holes that
+glibc keeps: `freed` gives their pages back.
 """
 
+import ctypes
 import gc
 import linecache
 import os
@@ -19,6 +23,7 @@ OFTEN = 20_000
 NEVER = 1_000_000
 # From Python 3.14 on, `gc.collect(1)` does a part of a collection, not all of the young objects.
 _YOUNG = 1 if sys.version_info < (3, 14) else 2
+HOLES_BYTES = 16 * 2**20  # so much may be free and not given back
 
 
 class _Resting:
@@ -78,3 +83,20 @@ def collect() -> None:
         # A file's lines are read again when they are asked for; other lines have no file.
         if len(entry) > 1 and entry[1] is not None and os.path.isfile(entry[3]):
             del linecache.cache[name]
+
+
+class _Holes:
+    """Bytes freed since pages were given back."""
+
+    nbytes = 0
+
+
+def freed(nbytes: int) -> None:
+    """Count memory that was freed in large pieces, and give pages back once it is enough."""
+    _Holes.nbytes += nbytes
+    if _Holes.nbytes < HOLES_BYTES:
+        return
+    _Holes.nbytes = 0
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:  # glibc's
+        trim(0)

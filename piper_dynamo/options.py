@@ -1,7 +1,7 @@
 """What `torch.compile(model, backend="piper", options={...})` takes."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,6 +35,9 @@ class Options:
             ("owner") or "everywhere".
         start: What becomes of ranks that hold the same parameter with different values before the
             first step: "equal" refuses them, "broadcast" gives all of them the first one's.
+        init_fn: Gives the parameters and buffers of a model on the meta device their values, on
+            the ranks that hold them: `init_fn(name, tensor)` changes the tensor, which is whole,
+            in place. Random numbers in it depend on the seed and the name alone.
     """
 
     strategy: Strategy | None = None
@@ -43,6 +46,7 @@ class Options:
     timeout_s: float = 300.0
     outputs: str = "owner"
     start: str = "equal"
+    init_fn: Callable[[str, torch.Tensor], Any] | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -65,6 +69,11 @@ class Options:
         if self.start not in STARTS:
             raise PiperStrategyError(
                 f"option 'start' is {self.start!r}; choose 'equal' or 'broadcast'"
+            )
+        if self.init_fn is not None and not callable(self.init_fn):
+            raise PiperStrategyError(
+                f"option 'init_fn' is a {type(self.init_fn).__name__}; pass a function of a name "
+                "and a tensor"
             )
 
     def _check_costs(self) -> None:

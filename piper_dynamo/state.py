@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
+from piper_dynamo.garbage import freed
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.sharding import Block
 
@@ -26,10 +27,10 @@ ANCHOR = "_piper_anchor"  # name of the empty parameter of a rank that holds non
 
 _FIELDS = (
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
-    *("requires_grad", "grad", "grad_fn"),
+    *("requires_grad", "grad", "grad_fn", "is_meta"),
 )
 _METHODS = ("is_floating_point", "is_complex", "size", "dim", "numel", "nelement", "element_size")
-_METADATA = {
+METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in (*_FIELDS, "is_sparse", "is_nested")),
     *(getattr(torch.Tensor, name) for name in (*_METHODS, "stride")),
 }
@@ -39,7 +40,7 @@ def _refuse(
     func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """The `__torch_function__` of an absent tensor: metadata only."""
-    if func in _METADATA:
+    if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     absent = next((a for a in _flat(args, kwargs) if isinstance(a, _Raises)), None)
@@ -179,6 +180,8 @@ class StepState:
         buffers: By identity, buffers that some program changes, and the ranks that follow.
         recorder: Takes the executor after a step whose timeline is wanted.
         sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
+        empty: What a checkpoint is to give values, and its version without them.
+        init: The option `init_fn`.
     """
 
     rank: int
@@ -193,6 +196,8 @@ class StepState:
     loss: tuple[int, int] | None = None
     sync: bool = True
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
+    empty: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    init: Callable[[str, Tensor], Any] | None = None
 
     def adopt(
         self,
@@ -201,6 +206,8 @@ class StepState:
         holders: tuple[int, ...],
         *,
         counts: bool,
+        spec: TensorSpec | None = None,
+        fill: Callable[[], bool] | None = None,
         block: Callable[[], Block] | None = None,
         groups: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Record:
@@ -211,6 +218,8 @@ class StepState:
             name: The user's name of it.
             holders: The ranks that hold it.
             counts: Whether this rank counts it in norms.
+            spec: What it is where it has its values; None if that is as it is.
+            fill: Makes its values where it is held and has none; whether it could.
             block: Makes this rank's DTensor from the parameter, where its parameters are such.
             groups: The ranks over which its gradient is reduced, by collective.
 
@@ -229,9 +238,10 @@ class StepState:
                     )
                 )
             return record
+        is_filled = fill() if held and fill is not None else True
         record = Record(
             name=name,
-            spec=TensorSpec.of(param),
+            spec=spec or TensorSpec.of(param),
             holders=holders,
             held=held,
             counts=counts,
@@ -243,12 +253,56 @@ class StepState:
         _records[key] = (weakref.ref(param, lambda _: _records.pop(key, None)), record)
         if not held or (record.block is not None and record.block.home is not None):
             _release(param, record)
+            if held:
+                freed(record.spec.nbytes)
+        if not is_filled:
+            self.lacks(name, param if record.block is None else record.block.param)
         return record
 
+    def lacks(self, name: str, tensor: Tensor) -> None:
+        """Remember that a checkpoint is to give a tensor its values before a step runs."""
+        local = compat.local_tensor(tensor)
+        if local.numel():
+            self.empty.append((name, local, local._version))
+
+    def refuse_empty(self) -> None:
+        """A step needs values.
+
+        Raises:
+            PiperRuntimeError: No checkpoint gave some of them; names the tensors.
+        """
+        if not self.empty:
+            return
+        missing = [name for name, local, version in self.empty if local._version == version]
+        if missing:
+            more = [f"and {len(missing) - 8} more"] if len(missing) > 8 else []
+            raise PiperRuntimeError(
+                format_error(
+                    "the model was built on the meta device, and nothing gave it values",
+                    {"on this rank": self.rank, "without": "\n".join([*missing[:8], *more])},
+                    hint="load a state dict first (piper.load_state_dict), give piper.compile an "
+                    "init_fn, or build the model under piper.deferred_init()",
+                )
+            )
+        self.empty.clear()
+
     def adopt_buffer(
-        self, buffer: Tensor, name: str, ranks: tuple[int, ...], *, changes: bool
+        self,
+        buffer: Tensor,
+        name: str,
+        ranks: tuple[int, ...],
+        *,
+        changes: bool,
+        fill: Callable[[], bool] | None = None,
     ) -> None:
         """Record where a buffer follows a program's changes; refuse to read a stale one.
+
+        Args:
+            buffer: The module's buffer.
+            name: The user's name of it.
+            ranks: The ranks that read it.
+            changes: Whether the program changes it.
+            fill: Makes its values where it has none; whether it could.
 
         Raises:
             PiperRuntimeError: A program reads it on a rank that has not followed its changes.
@@ -263,6 +317,8 @@ class StepState:
                     hint="place what reads it on the same ranks in every mode of the model",
                 )
             )
+        if fill is not None and self.rank in ranks and not fill():
+            self.lacks(name, buffer)
         if changes:
             self.buffers[id(buffer)] = (weakref.ref(buffer), ranks)
 
@@ -276,12 +332,13 @@ def _release(param: Tensor, record: Record) -> None:
         hint="use piper.parameters(step) or piper.named_parameters(step) for what this rank holds",
     )
     fill = float("nan") if param.dtype.is_floating_point or param.dtype.is_complex else 0
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # it may have no values yet
         param.data = torch.full((), fill, dtype=param.dtype, device=param.device).expand(
             param.shape
         )
-    param.grad = None
+        param.grad = None
     param.__class__ = AbsentParameter
+    param.__dict__.pop("_piper_source", None)  # where its values would have come from
     param._piper_why = why  # type: ignore[attr-defined]
 
 

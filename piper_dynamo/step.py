@@ -32,6 +32,7 @@ from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.options import Options
+from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import (
     Plan,
     capacities_of,
@@ -45,15 +46,7 @@ from piper_dynamo.runtime.comm import STATE, Communicator
 from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.sharding import take_block
-from piper_dynamo.state import (
-    Record,
-    StepState,
-    absent_output,
-    attach,
-    attach_outputs,
-    record_of,
-    spec_of_arg,
-)
+from piper_dynamo.state import Record, StepState, absent_output, attach, attach_outputs, record_of
 from piper_dynamo.strategy import Strategy
 
 
@@ -138,12 +131,14 @@ class CompiledStep:
         now = _session()
         if now is not None:
             return self._visit(now, values)
+        refuse_meta(self._args, values)
         comm = communicator(self._options.timeout_s)
         self._recall_loss(values)
         entry = self._entry(values, comm)
         number = agree(entry.plan, entry.announcement, comm, values, known=entry.compared)
         entry.compared = True
         state = self._state(values, entry, comm)
+        state.refuse_empty()
         try:
             return self._run(entry, state, values)
         except PiperTimeoutError:
@@ -171,7 +166,7 @@ class CompiledStep:
         key = (*self._sizes(values), world_size)
         if key not in self._plans:
             args = tuple(
-                replace(arg, spec=spec_of_arg(value)) if arg.spec is not None else arg
+                replace(arg, spec=spec_of(value)) if arg.spec is not None else arg
                 for arg, value in zip(self._args, values, strict=True)
             )
             strategy = self.strategy
@@ -287,7 +282,13 @@ class CompiledStep:
     def _state(self, values: Sequence[Any], entry: Entry, comm: Communicator) -> StepState:
         state = self._known_state(values)
         if state is None:
-            state = StepState(rank=comm.rank, world_size=comm.world_size, comm=comm)
+            refuse_idle_init(self._options.init_fn, values)
+            state = StepState(
+                rank=comm.rank,
+                world_size=comm.world_size,
+                comm=comm,
+                init=self._options.init_fn,
+            )
         state.comm = comm
         if entry.adopted is state:
             return state
@@ -305,7 +306,7 @@ class CompiledStep:
         }
         if shared:
             mine = {name: given for name, given in shared.items() if comm.rank in given[1]}
-            check_copies(plan, comm, mine, self._options.start)
+            check_copies(plan, comm, mine, self._options.start, self._options.init_fn)
         for arg in self._args:
             ranks = holders.get(arg.position, (0,))
             value = values[arg.position]
@@ -317,6 +318,8 @@ class CompiledStep:
                     arg.name,
                     ranks,
                     counts=comm.rank in plan.counting(arg.position, ranks[0]),
+                    spec=spec_of(value),
+                    fill=filling(value, self._options.init_fn),
                     groups=layout.reduced_over(group, comm.rank) if layout is not None else {},
                     block=functools.partial(
                         take_block, value, layout, comm.mesh(mesh, value.device.type), comm.rank
@@ -325,7 +328,13 @@ class CompiledStep:
                     else None,
                 )
             elif arg.kind is ArgKind.BUFFER and arg.position in holders:
-                state.adopt_buffer(value, arg.name, ranks, changes=arg.position in plan.changed)
+                state.adopt_buffer(
+                    value,
+                    arg.name,
+                    ranks,
+                    changes=arg.position in plan.changed,
+                    fill=filling(value, self._options.init_fn),
+                )
         entry.adopted = state
         return state
 

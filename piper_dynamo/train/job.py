@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from piper_dynamo.access import clip_grad_norm_, data_rank, data_world, explain, parameters, record
 from piper_dynamo.api import compile as piper_compile
+from piper_dynamo.deferred import deferred_init
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.runtime.launch import rank, world_size
 from piper_dynamo.timeline import Timeline
@@ -92,7 +93,8 @@ class _Job:
         batch = self._batch(corpus, "train", 0)
         self._batch(corpus, "validation", 0)  # refused now rather than at the first evaluation
         reference = self._reference(corpus)
-        self.model = model = build(config)
+        with deferred_init():
+            self.model = model = build(config)
         flops = flops_per_token(model, config)
         count = sum(p.numel() for p in model.parameters())
         doing = (
