@@ -17,6 +17,8 @@ from piper_dynamo.access import (
 from piper_dynamo.accumulation import no_sync
 from piper_dynamo.annotate import annotate
 from piper_dynamo.api import compile, plan, prepare
+from piper_dynamo.checkpoint.load import load_checkpoint
+from piper_dynamo.checkpoint.save import save_checkpoint, save_checkpoint_async
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import (
     PiperAbsentError,
@@ -59,6 +61,7 @@ __all__ = [
     "data_world",
     "explain",
     "launch",
+    "load_checkpoint",
     "moe",
     "named_parameters",
     "no_sync",
@@ -67,6 +70,8 @@ __all__ = [
     "prepare",
     "rank",
     "record",
+    "save_checkpoint",
+    "save_checkpoint_async",
     "schedules",
     "strategies",
     "world_size",

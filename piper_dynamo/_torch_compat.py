@@ -477,3 +477,10 @@ def is_python_float(placeholder: fx.Node) -> bool:
     """Whether a graph's tensor argument stands for a float of the caller's."""
     grapharg = placeholder.meta.get("grapharg")
     return bool(getattr(grapharg, "pass_arg_as_tensor", False))
+
+
+def storage_info(file: str, start: int, num_bytes: int) -> Any:
+    """Where a checkpoint's value lies, as torch's own reader expects it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, num_bytes)

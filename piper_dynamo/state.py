@@ -157,6 +157,7 @@ class StepState:
         last: The last plan that was run or prepared (for `explain`).
         loss: Of a loss named by its path: the graph's number of outputs, and its index.
         buffers: By identity, buffers that some program changes, and the ranks that follow.
+        readers: By identity, the other buffers that some program reads, and the ranks that do.
         recorder: Takes the executor after a step whose timeline is wanted.
         sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
     """
@@ -173,6 +174,7 @@ class StepState:
     loss: tuple[int, int] | None = None
     sync: bool = True
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
+    readers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
 
     def adopt(
         self,
@@ -243,8 +245,15 @@ class StepState:
                     hint="place what reads it on the same ranks in every mode of the model",
                 )
             )
-        if changes:
-            self.buffers[id(buffer)] = (weakref.ref(buffer), ranks)
+        (self.buffers if changes else self.readers)[id(buffer)] = (weakref.ref(buffer), ranks)
+
+    def buffer_ranks(self, buffer: Tensor) -> tuple[int, ...]:
+        """The ranks that have the last value of a buffer; those of one that no program knows: 0."""
+        for known in (self.buffers, self.readers):
+            found = known.get(id(buffer))
+            if found is not None and found[0]() is buffer:
+                return found[1]
+        return (0,)
 
 
 def _release(param: Tensor, record: Record) -> None:

@@ -22,6 +22,7 @@ from piper_dynamo.runtime.exchange import pack
 
 POLL_S = 0.002
 STATE = "state"  # the stream of what is said about parameters outside of programs
+ENDED = "ended"  # what a rank publishes at the end of its function
 FOREVER_S = 1e6  # what a timedelta and gloo take for no deadline
 
 
@@ -34,14 +35,32 @@ def with_rows(value: Tensor, rows: int) -> Tensor:
     return padded
 
 
+def ended_key(rank: int) -> str:
+    """Where a rank says that its function has returned."""
+    return f"ended/{rank}"
+
+
 class Communicator(Protocol):
-    """One rank's way to the others; every wait ends within the deadline or raises."""
+    """One rank's way to the others; every wait ends within the deadline or raises.
+
+    Attributes:
+        rank: This rank.
+        world_size: Of how many.
+        timeout_s: How long it waits for another.
+        steps: How many steps it has started.
+        adoptions: How many times it has compared parameters.
+        meetings: How many calls of all ranks it has made.
+        saving: The save that still runs in the background, if there is one.
+        programs: This rank's compiled programs.
+    """
 
     rank: int
     world_size: int
     timeout_s: float
     steps: int
     adoptions: int
+    meetings: int
+    saving: Any
     programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]
 
     def post(self, source: int, message: int, like: Any) -> Any:
@@ -80,6 +99,11 @@ class Communicator(Protocol):
     def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """A published text that begins with `start`; None if there is none within the time."""
 
+    def lookup_any(
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+    ) -> tuple[int, str] | None:
+        """The first published text that is there, of (key, start) pairs, and which one it is."""
+
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
 
@@ -96,6 +120,8 @@ class TorchCommunicator:
         self.timeout_s = timeout_s
         self.steps = 0
         self.adoptions = 0
+        self.meetings = 0
+        self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self.group = dist.group.WORLD
         self._store = compat.default_store()
@@ -196,12 +222,20 @@ class TorchCommunicator:
 
     def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """See `Communicator`."""
+        found = self.lookup_any([(key, start)], timeout_s)
+        return found[1] if found is not None else None
+
+    def lookup_any(
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+    ) -> tuple[int, str] | None:
+        """See `Communicator`."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._store.check([f"piper/{key}"]):
-                text = bytes(self._store.get(f"piper/{key}")).decode()
-                if text.startswith(start):
-                    return text
+            for index, (key, start) in enumerate(wanted):
+                if self._store.check([f"piper/{key}"]):
+                    text = bytes(self._store.get(f"piper/{key}")).decode()
+                    if text.startswith(start):
+                        return index, text
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_S)

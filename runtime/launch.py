@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
 from piper_dynamo.runtime import local
-from piper_dynamo.runtime.comm import FOREVER_S, Communicator, TorchCommunicator
+from piper_dynamo.runtime.comm import ENDED, FOREVER_S, Communicator, TorchCommunicator, ended_key
 
 ENGINES = ("local", "torchrun", "inprocess")
 MEETING_S = 60.0
@@ -128,10 +128,20 @@ def _join(fn: Callable[[], Any], ranks: int, timeout_s: float) -> Any:
     if started:
         dist.init_process_group("gloo", timeout=_meeting_time(timeout_s))
     try:
-        return fn()
+        value = fn()
+        _leave()
+        return value
     finally:
         if started:
             dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """End the save in the background, and let the others know that this rank calls nothing more."""
+    if _torch_comm is not None and _torch_comm.group is dist.group.WORLD:
+        if _torch_comm.saving is not None:
+            _torch_comm.saving.wait()
+        _torch_comm.publish(ended_key(_torch_comm.rank), ENDED)
 
 
 def _free_port() -> int:
@@ -187,6 +197,7 @@ def _body(
             "gloo", rank=rank_, world_size=ranks, timeout=_meeting_time(timeout_s)
         )
         value = fn()
+        _leave()
         dist.barrier()
         results.send((time.time(), None, pickle.dumps(value)))
         dist.destroy_process_group()

@@ -27,7 +27,7 @@ MAX_LINES = 600
 FACADE = frozenset(
     {
         *("", "__main__", "access", "accumulation", "agreement", "api", "backend", "cli"),
-        *("measure", "planning", "step", "train"),
+        *("checkpoint", "measure", "meeting", "planning", "step", "train"),
     }
 )
 # Modules that import no other part: every layer may use them.
