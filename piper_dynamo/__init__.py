@@ -19,6 +19,7 @@ from piper_dynamo.annotate import annotate
 from piper_dynamo.api import compile, plan, prepare
 from piper_dynamo.checkpoint.load import load_checkpoint
 from piper_dynamo.checkpoint.save import save_checkpoint, save_checkpoint_async
+from piper_dynamo.checkpoint.state_dicts import export_checkpoint, load_state_dict, state_dict
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import (
     PiperAbsentError,
@@ -60,8 +61,10 @@ __all__ = [
     "data_rank",
     "data_world",
     "explain",
+    "export_checkpoint",
     "launch",
     "load_checkpoint",
+    "load_state_dict",
     "moe",
     "named_parameters",
     "no_sync",
@@ -73,6 +76,7 @@ __all__ = [
     "save_checkpoint",
     "save_checkpoint_async",
     "schedules",
+    "state_dict",
     "strategies",
     "world_size",
 ]

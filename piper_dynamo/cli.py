@@ -18,6 +18,7 @@ from piper_dynamo.errors import PiperError, PiperStrategyError
 from piper_dynamo.runtime.launch import launch
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.train.config import CHUNKS, DTYPES, Config, schedule_name
+from piper_dynamo.train.resume import LATEST, find_checkpoint
 
 _HELP = {
     "out": "Run folder; an earlier run's files in it are replaced.  [default: runs/<time>]",
@@ -53,6 +54,10 @@ _HELP = {
     "seed": "Of initial values and batches.",
     "eval_every": "Steps between evaluations, and one at the end; 0: never.",
     "eval_batches": "Batches per evaluation.",
+    "save_every": "Steps between checkpoints, and one at the end; 0: none.",
+    "keep_last": "How many checkpoints stay, in step-* folders of the run folder.",
+    "resume": "Go on from a run folder's last checkpoint, or from a step-* folder, under whatever "
+    "--pp, --dp, --ep and --zero; without FOLDER, from that of --out or of the newest run.",
     "compare": "Check the first three steps against one process.",
     "timeout_s": "Seconds a rank may wait for another.",
 }
@@ -82,6 +87,8 @@ def _option(field: "Field[Any]") -> Callable[[Callable[..., Any]], Callable[...,
     if isinstance(field.default, bool):
         both = f"{flag}/--no-{flag[2:]}"
         return click.option(both, default=field.default, show_default=True, help=text)
+    if field.name == "resume":
+        return click.option(flag, is_flag=False, flag_value=LATEST, metavar="[FOLDER]", help=text)
     (kind,) = {*(get_args(field.type) or (field.type,))} - {types.NoneType}
     has_default = field.default is not None
     return click.option(flag, type=kind, default=field.default, show_default=has_default, help=text)
@@ -117,8 +124,11 @@ def train(as_json: bool, **options: Any) -> None:
     from piper_dynamo.train.job import run_rank
     from piper_dynamo.train.report import claim_folder
 
+    if config.resume is not None:
+        checkpoint = find_checkpoint(config.resume, config.out)
+        config = replace(config, resume=str(checkpoint), out=config.out or str(checkpoint.parent))
     if is_first:
-        config = replace(config, out=str(claim_folder(config.out)))
+        config = replace(config, out=str(claim_folder(config.out, config.resume)))
     job = functools.partial(run_rank, config)
     engine = "torchrun" if is_started else "local"
     results = launch(job, config.world, engine=engine, timeout_s=config.timeout_s)

@@ -47,10 +47,12 @@ class Meeting:
         """`what` names the call and what must be alike on all ranks; messages show it."""
         self.comm = comm
         self.what = what
-        self._number = comm.meetings
         self._round = 0
         self._slot = FOREGROUND
-        comm.meetings += 1
+        # Counted from the last step on: ranks are in step again after a call that some left out.
+        steps, count = comm.meetings
+        comm.meetings = (comm.steps, count + 1 if steps == comm.steps else 0)
+        self._number = f"{comm.meetings[0]}.{comm.meetings[1]}"
 
     def go_to_background(self) -> None:
         """Later rounds run in a thread, beside meetings of the main one."""

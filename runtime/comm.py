@@ -49,7 +49,7 @@ class Communicator(Protocol):
         timeout_s: How long it waits for another.
         steps: How many steps it has started.
         adoptions: How many times it has compared parameters.
-        meetings: How many calls of all ranks it has made.
+        meetings: Steps at the last call of all ranks, and how many of those since that step.
         saving: The save that still runs in the background, if there is one.
         programs: This rank's compiled programs.
     """
@@ -59,7 +59,7 @@ class Communicator(Protocol):
     timeout_s: float
     steps: int
     adoptions: int
-    meetings: int
+    meetings: tuple[int, int]
     saving: Any
     programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]
 
@@ -120,7 +120,7 @@ class TorchCommunicator:
         self.timeout_s = timeout_s
         self.steps = 0
         self.adoptions = 0
-        self.meetings = 0
+        self.meetings = (0, 0)
         self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self.group = dist.group.WORLD

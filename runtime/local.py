@@ -153,7 +153,7 @@ class LocalCommunicator:
         self.timeout_s = float("inf")
         self.steps = 0
         self.adoptions = 0
-        self.meetings = 0
+        self.meetings = (0, 0)
         self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self._meeting: dict[Group, int] = {}

@@ -1,4 +1,4 @@
-"""Runs resumed under other layouts equal the unbroken run; what a checkpoint holds, by what names."""
+"""Resumed runs equal the unbroken one, under many layouts; what a checkpoint holds, by name."""
 
 from pathlib import Path
 from typing import Any

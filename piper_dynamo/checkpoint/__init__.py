@@ -8,6 +8,7 @@ that loads reads the blocks that overlap its own.
     optimizers.py  optimizers and schedulers by parameter names
     job.py         a rank's model and optimizers, as a save or load sees them
     save.py, load.py
+    state_dicts.py plain state dicts, out of and into any layout
 
 `piper_dynamo/meeting.py` is how ranks agree.
 """

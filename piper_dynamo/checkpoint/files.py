@@ -312,6 +312,13 @@ class Checkpoint(FileSystemReader):
         entry: Any = self.metadata.state_dict_metadata[key]
         return entry.properties.dtype  # type: ignore[no-any-return]
 
+    def places(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Where each value's blocks lie; equal for tied parameters."""
+        found: dict[str, list[tuple[str, int]]] = {}
+        for index, place in self.storage_data.items():
+            found.setdefault(index.fqn, []).append((place.relative_path, place.offset))
+        return {key: tuple(places) for key, places in found.items()}
+
     def object(self, key: str) -> Any:
         """A value that is no tensor.
 

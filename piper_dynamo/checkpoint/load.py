@@ -112,7 +112,7 @@ class _Loading:
             PiperError: It does not or is not.
         """
         _check_model(job, checkpoint)
-        targets = _model_targets(job)
+        targets = model_targets(job)
         saved = checkpoint.object(GROUPS) if job.optimizers else {}
         if saved is None:
             raise PiperError(
@@ -184,7 +184,7 @@ def _check_model(job: Job, checkpoint: Checkpoint) -> None:
     )
 
 
-def _model_targets(job: Job) -> dict[str, Tensor]:
+def model_targets(job: Job) -> dict[str, Tensor]:
     """What this rank holds of the model, by key."""
     found = {model_key(name): param.detach() for name, (param, _) in job.params.items()}
     ties = job.ties()

@@ -217,7 +217,7 @@ def _begin(folder: Path, step: Any, opt: Optimizers, scheduler: Any, extra: Any)
     save, merged = meeting.together(look, join)
     (job,) = jobs
     saving = Saving(meeting, folder, save, job.ties())
-    values = _values(job)
+    values = values_of(job)
     if comm.rank == 0:
         values |= {
             GROUPS: {"settings": merged[GROUPS], "plain": merged["plain"]}
@@ -253,7 +253,7 @@ def _told(job: Job) -> dict[str, Any]:
     return {"settings": settings, "plain": plain, "lists": lists, "scheduler": rest}
 
 
-def _values(job: Job) -> dict[str, Any]:
+def values_of(job: Job) -> dict[str, Any]:
     """The tensors that this rank may write, by key."""
     found: dict[str, Any] = {}
     counted = set()
