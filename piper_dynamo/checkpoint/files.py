@@ -43,6 +43,8 @@ _METADATA_CLASSES = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "WindowsPath"),  # where torch's own writer says that it wrote
+    "pathlib._local": ("PosixPath", "WindowsPath"),
 }
 
 

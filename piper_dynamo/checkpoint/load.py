@@ -144,7 +144,7 @@ class _Loading:
             state=state,
             settings=settings,
             scheduler=schedule,
-            extra=checkpoint.object(EXTRA),
+            extra=checkpoint.object(EXTRA)["value"],
             random=random,
             planner=planner,
         )

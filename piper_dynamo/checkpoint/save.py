@@ -226,7 +226,7 @@ def _begin(folder: Path, step: Any, opt: Optimizers, scheduler: Any, extra: Any)
             SCHEDULER: {"state": merged[SCHEDULER], "lists": merged["lists"]}
             if scheduler
             else None,
-            EXTRA: extra,
+            EXTRA: {"value": extra},  # a bare tensor would be one of the model's
             RANDOM: torch.get_rng_state(),
         }
     saving.plan(values)
