@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from piper_dynamo.agreement import step_key
 from piper_dynamo.errors import PiperError, PiperRuntimeError, PiperTimeoutError, format_error
-from piper_dynamo.runtime.comm import ENDED, Communicator, ended_key
+from piper_dynamo.runtime.comm import Communicator, ended
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class Meeting:
         # Counted from the last step on: ranks are in step again after a call that some left out.
         steps, count = comm.meetings
         comm.meetings = (comm.steps, count + 1 if steps == comm.steps else 0)
-        self._number = f"{comm.meetings[0]}.{comm.meetings[1]}"
+        self._number = f"{comm.job}.{comm.meetings[0]}.{comm.meetings[1]}"
 
     def go_to_background(self) -> None:
         """Later rounds run in a thread, beside meetings of the main one."""
@@ -131,7 +131,7 @@ class Meeting:
         if self._slot == FOREGROUND:
             # A rank that starts a step which this one has not started has left the call out.
             wanted.append((step_key(comm.steps, rank), f"{comm.steps} "))
-        wanted.append((ended_key(rank), ENDED))
+        wanted.append(ended(rank, comm.job))
         limit = comm.timeout_s if timeout_s is None else timeout_s
         found = comm.lookup_any(wanted, limit)
         # It may have spoken, and gone on, between two looks.
@@ -141,8 +141,8 @@ class Meeting:
         if found is None:
             waited = f" within {limit:g} s" if limit < float("inf") else ""
             return f"did not call it{waited}"
-        ended = found[0] == len(wanted) - 1
-        return "has ended without calling it" if ended else "went on to its next step"
+        is_over = found[0] == len(wanted) - 1
+        return "has ended without calling it" if is_over else "went on to its next step"
 
     def _fault(
         self, found: Mapping[int, _Message], missing: Mapping[int, str]

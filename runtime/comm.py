@@ -5,6 +5,7 @@ sends. A message's tag is its position in the channel, so that the two ends must
 message it is.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,7 +23,6 @@ from piper_dynamo.runtime.exchange import pack
 
 POLL_S = 0.002
 STATE = "state"  # the stream of what is said about parameters outside of programs
-ENDED = "ended"  # what a rank publishes at the end of its function
 FOREVER_S = 1e6  # what a timedelta and gloo take for no deadline
 
 
@@ -35,9 +35,9 @@ def with_rows(value: Tensor, rows: int) -> Tensor:
     return padded
 
 
-def ended_key(rank: int) -> str:
-    """Where a rank says that its function has returned."""
-    return f"ended/{rank}"
+def ended(rank: int, job: int) -> tuple[str, str]:
+    """Where a rank says that its function has returned, and how."""
+    return f"ended/{rank}", f"job {job}"
 
 
 class Communicator(Protocol):
@@ -47,6 +47,7 @@ class Communicator(Protocol):
         rank: This rank.
         world_size: Of how many.
         timeout_s: How long it waits for another.
+        job: Of how many process groups of this process it is: one store may serve several.
         steps: How many steps it has started.
         adoptions: How many times it has compared parameters.
         meetings: Steps at the last call of all ranks, and how many of those since that step.
@@ -57,6 +58,7 @@ class Communicator(Protocol):
     rank: int
     world_size: int
     timeout_s: float
+    job: int
     steps: int
     adoptions: int
     meetings: tuple[int, int]
@@ -114,7 +116,10 @@ class Communicator(Protocol):
 class TorchCommunicator:
     """torch.distributed's default process group (gloo on CPU)."""
 
+    _jobs = itertools.count()
+
     def __init__(self, timeout_s: float) -> None:
+        self.job = next(self._jobs)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout_s = timeout_s

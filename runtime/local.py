@@ -18,7 +18,7 @@ from torch import Tensor
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
 from piper_dynamo.ir.program import EXCHANGES, Group
-from piper_dynamo.runtime.comm import ENDED, ended_key, with_rows
+from piper_dynamo.runtime.comm import ended, with_rows
 from piper_dynamo.runtime.exchange import Parcel, pack
 
 
@@ -72,7 +72,7 @@ class LocalWorld:
                     self.failure = (rank, error)
             finally:
                 set_current(None)
-                self.store[ended_key(rank)] = ENDED
+                self.store.update([ended(rank, 0)])
                 self._turns[rank].finished = True
                 self._pass_on(rank)
 
@@ -151,6 +151,7 @@ class LocalCommunicator:
         self.rank = rank
         self.world_size = world.world_size
         self.timeout_s = float("inf")
+        self.job = 0
         self.steps = 0
         self.adoptions = 0
         self.meetings = (0, 0)
