@@ -22,6 +22,12 @@ CHAIN = [layout(LINE2), layout(PAIR, 3), layout(LINE, 1), layout(TRIPLE, 2), lay
 MIXTURE = experts.case(top=2)
 
 
+@pytest.fixture(autouse=True)
+def cheap_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests execute the graphs of such plans between passes."""
+    monkeypatch.setenv("PIPER_VERIFY", "1")
+
+
 def shared(placement: jobs.Placement, zero: int = 0) -> Layout:
     """Experts split among the ranks of a stage."""
     wanted = experts.strategy(placement, 2, "one_f_one_b", zero=zero)

@@ -14,6 +14,12 @@ from tests.replicas import CASES, PAIR
 from tests.resuming import MIXED, layout
 
 
+@pytest.fixture(autouse=True)
+def cheap_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests execute the graphs of such plans between passes."""
+    monkeypatch.setenv("PIPER_VERIFY", "1")
+
+
 def compiled() -> tuple[Any, Any]:
     """Two replicas that shard what they hold, so that a save or state dict needs both."""
     case = CASES["plain"]
