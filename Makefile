@@ -10,7 +10,6 @@ INSTALL := -c constraints.txt -e '.[test]'
 # The files of tests are shared out over so many processes; JOBS=0 runs all in one.
 JOBS ?= 2
 SHARED_OUT := -n $(JOBS) --dist loadfile
-OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -62,7 +61,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 train: $(READY)
-	@$(PY) -m piper_dynamo train --out $(OUT) $(ARGS)
+	@$(PY) -m piper_dynamo train $(if $(OUT),--out $(OUT)) $(ARGS)
 
 test: lint
 	$(PY) -m pytest -m "not slow" $(SHARED_OUT) $(ARGS)

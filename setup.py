@@ -30,6 +30,7 @@ setup(
     # discovery would either skip or ship a second time as top-level packages.
     packages=[
         "piper_dynamo",
+        "piper_dynamo.checkpoint",
         "piper_dynamo.ir",
         "piper_dynamo.look",
         "piper_dynamo.lowering",

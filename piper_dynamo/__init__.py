@@ -17,6 +17,9 @@ from piper_dynamo.access import (
 from piper_dynamo.accumulation import no_sync
 from piper_dynamo.annotate import annotate
 from piper_dynamo.api import compile, plan, prepare
+from piper_dynamo.checkpoint.load import load_checkpoint
+from piper_dynamo.checkpoint.save import save_checkpoint, save_checkpoint_async
+from piper_dynamo.checkpoint.state_dicts import export_checkpoint, state_dict
 from piper_dynamo.costs import Costs
 from piper_dynamo.deferred import deferred_init
 from piper_dynamo.errors import (
@@ -62,7 +65,9 @@ __all__ = [
     "data_world",
     "deferred_init",
     "explain",
+    "export_checkpoint",
     "launch",
+    "load_checkpoint",
     "load_state_dict",
     "materialize",
     "moe",
@@ -73,7 +78,10 @@ __all__ = [
     "prepare",
     "rank",
     "record",
+    "save_checkpoint",
+    "save_checkpoint_async",
     "schedules",
+    "state_dict",
     "strategies",
     "world_size",
 ]

@@ -551,3 +551,10 @@ def swap_contents(one: Tensor, other: Tensor) -> None:
 def example_of(placeholder: fx.Node) -> Any:
     """What a graph's argument was at the traced call; None if it is unknown."""
     return getattr(placeholder.meta.get("grapharg"), "example", None)
+
+
+def storage_info(file: str, start: int, num_bytes: int) -> Any:
+    """Where a checkpoint's value lies, as torch's own reader expects it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, num_bytes)

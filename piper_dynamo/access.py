@@ -30,34 +30,38 @@ def module_of(step: Any) -> nn.Module:
     return module
 
 
+def known_state(step: Any) -> StepState | None:
+    """The state of a step; None before it is prepared or run."""
+    records = (record_of(param) for param in module_of(step).parameters())
+    return next((r.owner for r in records if r is not None), None)
+
+
 def state_of(step: Any) -> StepState:
     """The state of a step that has been prepared or run.
 
     Raises:
         PiperError: It has not.
     """
-    module = module_of(step)
-    for param in module.parameters():
-        record = record_of(param)
-        if record is not None:
-            return record.owner
-    raise PiperError(
-        "this step has no state yet: call piper.prepare(step, *example_inputs) or run it once"
-    )
+    state = known_state(step)
+    if state is None:
+        raise PiperError(
+            "this step has no state yet: call piper.prepare(step, *example_inputs) or run it once"
+        )
+    return state
 
 
 def named_parameters(step: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters this rank holds, by the user's names; an empty anchor where it holds none."""
     state = state_of(step)
     found = False
-    for name, param, _ in _held(step, state):
+    for name, param, _ in held(step, state):
         found = True
         yield name, param
     if not found:
         yield ANCHOR, state.anchor
 
 
-def _held(step: Any, state: StepState) -> Iterator[tuple[str, nn.Parameter, Record | None]]:
+def held(step: Any, state: StepState) -> Iterator[tuple[str, nn.Parameter, Record | None]]:
     """What the optimizer steps on this rank, with what is known of it."""
     for name, param in module_of(step).named_parameters():
         record = record_of(param)
@@ -108,7 +112,7 @@ def clip_grad_norm_(step: Any, max_norm: float, norm_type: float = 2.0) -> Tenso
         raise PiperError(f"clip_grad_norm_(norm_type={norm_type!r}): give a number > 0 or infinity")
     state = state_of(step)
     grads, counted = [], []
-    for _, param, record in _held(step, state):
+    for _, param, record in held(step, state):
         local = compat.local_tensor(param.grad) if param.grad is not None else None
         if local is not None and local.numel():
             grads.append(local)

@@ -54,7 +54,7 @@ def agree(plan: Plan, mine: str, comm: Communicator, values: Sequence[Any], *, k
     if comm.world_size == 1:
         return number
     given = "-" if known else _digests(plan, values)
-    comm.publish(_key("step", number, comm.rank), f"{number} {given} {mine}")
+    comm.publish(step_key(number, comm.rank), f"{number} {given} {mine}")
     if known:
         return number
     deadline = time.monotonic() + min(comm.timeout_s, 1e9)
@@ -69,6 +69,11 @@ def agree(plan: Plan, mine: str, comm: Communicator, values: Sequence[Any], *, k
             )
         )
     return number
+
+
+def step_key(number: int, rank: int) -> str:
+    """Where a rank says what it runs in its n-th step."""
+    return _key("step", number, rank)
 
 
 def _key(what: str, number: int, rank: int) -> str:
@@ -90,7 +95,7 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
     given: dict[int, str] = {}
     for rank in range(comm.world_size):
         remaining = max(deadline - time.monotonic(), 0.0)
-        text = comm.lookup(_key("step", number, rank), f"{number} ", remaining)
+        text = comm.lookup(step_key(number, rank), f"{number} ", remaining)
         if text is None:
             silent.append(rank)
             continue

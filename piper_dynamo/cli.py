@@ -18,6 +18,7 @@ from piper_dynamo.look.commands import COMMANDS
 from piper_dynamo.look.options import option_of
 from piper_dynamo.runtime.launch import launch
 from piper_dynamo.train.config import Config, schedule_name
+from piper_dynamo.train.resume import find_checkpoint
 
 REFUSED, FAILED = 2, 1
 
@@ -73,8 +74,11 @@ def train(as_json: bool, **options: Any) -> None:
     from piper_dynamo.train.job import run_rank
     from piper_dynamo.train.report import claim_folder
 
+    if config.resume is not None:
+        checkpoint = find_checkpoint(config.resume, config.out)
+        config = replace(config, resume=str(checkpoint), out=config.out or str(checkpoint.parent))
     if is_first:
-        config = replace(config, out=str(claim_folder(config.out)))
+        config = replace(config, out=str(claim_folder(config.out, config.resume)))
     job = functools.partial(run_rank, config)
     engine = "torchrun" if is_started else "local"
     results = launch(job, config.world, engine=engine, timeout_s=config.timeout_s)

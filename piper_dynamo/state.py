@@ -178,6 +178,7 @@ class StepState:
         last: The last plan that was run or prepared (for `explain`).
         loss: Of a loss named by its path: the graph's number of outputs, and its index.
         buffers: By identity, buffers that some program changes, and the ranks that follow.
+        readers: By identity, the other buffers that some program reads, and the ranks that do.
         recorder: Takes the executor after a step whose timeline is wanted.
         sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
         empty: What a checkpoint is to give values, and its version without them.
@@ -198,6 +199,7 @@ class StepState:
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
     empty: list[tuple[str, Tensor, int]] = field(default_factory=list)
     init: Callable[[str, Tensor], Any] | None = None
+    readers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
 
     def adopt(
         self,
@@ -319,8 +321,15 @@ class StepState:
             )
         if fill is not None and self.rank in ranks and not fill():
             self.lacks(name, buffer)
-        if changes:
-            self.buffers[id(buffer)] = (weakref.ref(buffer), ranks)
+        (self.buffers if changes else self.readers)[id(buffer)] = (weakref.ref(buffer), ranks)
+
+    def buffer_ranks(self, buffer: Tensor) -> tuple[int, ...]:
+        """The ranks that have the last value of a buffer; those of one that no program knows: 0."""
+        for known in (self.buffers, self.readers):
+            found = known.get(id(buffer))
+            if found is not None and found[0]() is buffer:
+                return found[1]
+        return (0,)
 
 
 def _release(param: Tensor, record: Record) -> None:

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.access import module_of, state_of
+from piper_dynamo.access import module_of
+from piper_dynamo.checkpoint.job import free_communicator
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.meeting import Meeting
 from piper_dynamo.pending import fill, source_of
 from piper_dynamo.state import record_of
 
@@ -96,12 +98,12 @@ class _Safe:
 def load_state_dict(
     step: Any, source: str | os.PathLike[str] | Mapping[str, Tensor], *, strict: bool = True
 ) -> Loaded:
-    """Give a prepared step's parameters and buffers the values of a plain state dict.
+    """Give the model's parameters and buffers the values of a plain state dict.
 
     Every rank calls it, and reads only what it holds: whole parameters or its rows of them.
 
     Args:
-        step: A compiled step that has been prepared or run.
+        step: A compiled step, or a plain module.
         source: A state dict by the model's own names, or a file of one: written by torch.save, or
             a safetensors file, or the index of several.
         strict: Whether names must be the same on both sides. Of several names of one parameter,
@@ -111,29 +113,49 @@ def load_state_dict(
         The names without values, and the values without a parameter; none where `strict`.
 
     Raises:
-        PiperError: Names or shapes do not fit, all are listed; or the file cannot be read.
+        PiperError: Names or shapes do not fit, all are listed; the file cannot be read; or not all
+            ranks call this.
     """
     module = module_of(step)
-    state_of(step)
+    meeting = Meeting(free_communicator(step), "load_state_dict()")
     with ExitStack() as stack:
-        tensors = _open(source, stack)
-        wanted = _names(module)
-        have = set(tensors.names())
-        missing = [n for n, aliases in wanted.items() if not have.intersection(aliases)]
-        unexpected = [name for name in tensors.names() if name not in wanted]
-        faults = [f"no value for {n}{_near(n, unexpected)}" for n in missing] if strict else []
-        faults += [f"nothing is named {name}" for name in unexpected] if strict else []
-        named = dict(_state(module))
-        for name in wanted:
-            if name in have and tensors.shape(name) != tuple(named[name].shape):
-                faults.append(
-                    f"{name} is {tuple(named[name].shape)} and {tensors.shape(name)} in the source"
-                )
-        if faults:
-            raise _do_not_fit(source, faults)
-        for name, tensor in named.items():
-            if name in have:
-                _give(tensor, name, tensors)
+        opened: list[Tensors] = []
+
+        def look() -> Loaded:
+            opened.append(_open(source, stack))
+            return _compared(module, opened[0], source, strict=strict)
+
+        def take() -> None:
+            named, have = dict(_state(module)), set(opened[0].names())
+            for name, tensor in named.items():
+                if name in have:
+                    _give(tensor, name, opened[0])
+
+        found = meeting.together(look, lambda parts: parts[0])
+        meeting.together(take, lambda parts: None)
+    return found
+
+
+def _compared(module: nn.Module, tensors: Tensors, source: Any, *, strict: bool) -> Loaded:
+    """What does not meet.
+
+    Raises:
+        PiperError: Shapes do not fit, or names where `strict`.
+    """
+    wanted = _names(module)
+    have = set(tensors.names())
+    missing = [n for n, aliases in wanted.items() if not have.intersection(aliases)]
+    unexpected = [name for name in tensors.names() if name not in wanted]
+    faults = [f"no value for {n}{_near(n, unexpected)}" for n in missing] if strict else []
+    faults += [f"nothing is named {name}" for name in unexpected] if strict else []
+    named = dict(_state(module))
+    for name in wanted:
+        if name in have and tensors.shape(name) != tuple(named[name].shape):
+            faults.append(
+                f"{name} is {tuple(named[name].shape)} and {tensors.shape(name)} in the source"
+            )
+    if faults:
+        raise _do_not_fit(source, faults)
     return Loaded(missing, unexpected)
 
 

@@ -5,6 +5,7 @@ sends. A message's tag is its position in the channel, so that the two ends must
 message it is.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,14 +35,34 @@ def with_rows(value: Tensor, rows: int) -> Tensor:
     return padded
 
 
+def ended(rank: int, job: int) -> tuple[str, str]:
+    """Where a rank says that its function has returned, and how."""
+    return f"ended/{rank}", f"job {job}"
+
+
 class Communicator(Protocol):
-    """One rank's way to the others; every wait ends within the deadline or raises."""
+    """One rank's way to the others; every wait ends within the deadline or raises.
+
+    Attributes:
+        rank: This rank.
+        world_size: Of how many.
+        timeout_s: How long it waits for another.
+        job: Of how many process groups of this process it is: one store may serve several.
+        steps: How many steps it has started.
+        adoptions: How many times it has compared parameters.
+        meetings: Steps at the last call of all ranks, and how many of those since that step.
+        saving: The save that still runs in the background, if there is one.
+        programs: This rank's compiled programs.
+    """
 
     rank: int
     world_size: int
     timeout_s: float
+    job: int
     steps: int
     adoptions: int
+    meetings: tuple[int, int]
+    saving: Any
     programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]
 
     def post(self, source: int, message: int, like: Any) -> Any:
@@ -80,6 +101,11 @@ class Communicator(Protocol):
     def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """A published text that begins with `start`; None if there is none within the time."""
 
+    def lookup_any(
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+    ) -> tuple[int, str] | None:
+        """The first published text that is there, of (key, start) pairs, and which one it is."""
+
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
 
@@ -90,12 +116,17 @@ class Communicator(Protocol):
 class TorchCommunicator:
     """torch.distributed's default process group (gloo on CPU)."""
 
+    _jobs = itertools.count()
+
     def __init__(self, timeout_s: float) -> None:
+        self.job = next(self._jobs)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout_s = timeout_s
         self.steps = 0
         self.adoptions = 0
+        self.meetings = (0, 0)
+        self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self.group = dist.group.WORLD
         self._store = compat.default_store()
@@ -196,12 +227,20 @@ class TorchCommunicator:
 
     def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """See `Communicator`."""
+        found = self.lookup_any([(key, start)], timeout_s)
+        return found[1] if found is not None else None
+
+    def lookup_any(
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+    ) -> tuple[int, str] | None:
+        """See `Communicator`."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._store.check([f"piper/{key}"]):
-                text = bytes(self._store.get(f"piper/{key}")).decode()
-                if text.startswith(start):
-                    return text
+            for index, (key, start) in enumerate(wanted):
+                if self._store.check([f"piper/{key}"]):
+                    text = bytes(self._store.get(f"piper/{key}")).decode()
+                    if text.startswith(start):
+                        return index, text
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_S)

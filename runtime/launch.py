@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
 from piper_dynamo.runtime import local
-from piper_dynamo.runtime.comm import FOREVER_S, Communicator, TorchCommunicator
+from piper_dynamo.runtime.comm import FOREVER_S, Communicator, TorchCommunicator, ended
 
 ENGINES = ("local", "torchrun", "inprocess")
 MEETING_S = 60.0
@@ -128,10 +128,21 @@ def _join(fn: Callable[[], Any], ranks: int, timeout_s: float) -> Any:
     if started:
         dist.init_process_group("gloo", timeout=_meeting_time(timeout_s))
     try:
-        return fn()
+        value = fn()
+        _leave(is_last=started)  # else the script may go on
+        return value
     finally:
         if started:
             dist.destroy_process_group()
+
+
+def _leave(*, is_last: bool) -> None:
+    """End the save in the background; let the others know where this rank calls nothing more."""
+    if _torch_comm is not None and _torch_comm.group is dist.group.WORLD:
+        if _torch_comm.saving is not None:
+            _torch_comm.saving.wait()
+        if is_last:
+            _torch_comm.publish(*ended(_torch_comm.rank, _torch_comm.job))
 
 
 def _free_port() -> int:
@@ -187,6 +198,7 @@ def _body(
             "gloo", rank=rank_, world_size=ranks, timeout=_meeting_time(timeout_s)
         )
         value = fn()
+        _leave(is_last=True)
         dist.barrier()
         results.send((time.time(), None, pickle.dumps(value)))
         dist.destroy_process_group()

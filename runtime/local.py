@@ -18,7 +18,7 @@ from torch import Tensor
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
 from piper_dynamo.ir.program import EXCHANGES, Group, Op
-from piper_dynamo.runtime.comm import with_rows
+from piper_dynamo.runtime.comm import ended, with_rows
 from piper_dynamo.runtime.exchange import Parcel, pack
 
 
@@ -72,6 +72,7 @@ class LocalWorld:
                     self.failure = (rank, error)
             finally:
                 set_current(None)
+                self.store.update([ended(rank, 0)])
                 self._turns[rank].finished = True
                 self._pass_on(rank)
 
@@ -150,8 +151,11 @@ class LocalCommunicator:
         self.rank = rank
         self.world_size = world.world_size
         self.timeout_s = float("inf")
+        self.job = 0
         self.steps = 0
         self.adoptions = 0
+        self.meetings = (0, 0)
+        self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self._meeting: dict[Group, int] = {}
 
@@ -247,18 +251,28 @@ class LocalCommunicator:
         self.world.store[key] = text
 
     def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
-        """See `Communicator`; waiting is free: the others run until the text is there."""
+        """See `Communicator`."""
+        found = self.lookup_any([(key, start)], timeout_s)
+        return found[1] if found is not None else None
+
+    def lookup_any(
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+    ) -> tuple[int, str] | None:
+        """See `Communicator`; waiting is free: the others run until a text is there."""
         store = self.world.store
 
-        def is_there() -> bool:
-            return store.get(key, "").startswith(start)
+        def there() -> list[int]:
+            found = [key in store and store[key].startswith(start) for key, start in wanted]
+            return [index for index, is_there in enumerate(found) if is_there]
 
         if timeout_s > 0:
+            names = " or ".join(repr(key) for key, _ in wanted)
             try:
-                self.world.block(self.rank, is_there, f"the text {key!r}")
+                self.world.block(self.rank, lambda: bool(there()), f"the text {names}")
             except PiperTimeoutError:
                 return None
-        return store[key] if is_there() else None
+        found = there()
+        return (found[0], store[wanted[found[0]][0]]) if found else None
 
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """See `Communicator`."""

@@ -27,7 +27,7 @@ MAX_LINES = 600
 FACADE = frozenset(
     {
         *("", "__main__", "access", "accumulation", "agreement", "api", "backend", "cli"),
-        *("look", "measure", "planning", "step", "train", "weights"),
+        *("checkpoint", "look", "measure", "meeting", "planning", "step", "train", "weights"),
     }
 )
 # Modules that import no other part: every layer may use them.

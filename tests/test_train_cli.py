@@ -112,6 +112,10 @@ def refusal(*arguments: str) -> str:
         ("--model moe --capacity 0", "--capacity is 0.0; give a number above 0"),
         ("--model moe --capacity 2 --compare", "--capacity 2 drops tokens"),
         ("--model moe --ep 2 --ranks 2", "--ranks is 2, but --pp 2 x --ep 2 needs 4"),
+        ("--save-every -1", "--save-every is -1; give a number of at least 0"),
+        ("--keep-last 3", "--keep-last 3 keeps nothing without --save-every"),
+        ("--save-every 5 --keep-last 0", "--keep-last is 0; give a number of at least 1"),
+        ("--resume runs --compare", "--compare is about a run's first steps"),
         ("--dp 2 --ranks 2", "--ranks is 2, but --pp 2 x --dp 2 needs 4; leave --ranks out"),
         (
             "--dp 2 --zero 3 --schedule dualpipev --microbatches 2",

@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.train.config import CHUNKS, DTYPES, MODELS
+from piper_dynamo.train.resume import LATEST
 
 HELP = {
     "out": "Run folder; an earlier run's files in it are replaced.  [default: runs/<time>]",
@@ -45,6 +46,10 @@ HELP = {
     "seed": "Of initial values and batches.",
     "eval_every": "Steps between evaluations, and one at the end; 0: never.",
     "eval_batches": "Batches per evaluation.",
+    "save_every": "Steps between checkpoints, and one at the end; 0: none.",
+    "keep_last": "How many checkpoints stay, in step-* folders of the run folder.",
+    "resume": "Go on from a run folder's last checkpoint, or from a step-* folder, under whatever "
+    "--pp, --dp, --ep and --zero; without FOLDER, from that of --out or of the newest run.",
     "compare": "Check the first three steps against one process.",
     "timeout_s": "Seconds a rank may wait for another.",
 }
@@ -66,6 +71,8 @@ def option_of(field: "Field[Any]") -> Callable[[Callable[..., Any]], Callable[..
     if isinstance(field.default, bool):
         both = f"{flag}/--no-{flag[2:]}"
         return click.option(both, default=field.default, show_default=True, help=text)
+    if field.name == "resume":
+        return click.option(flag, is_flag=False, flag_value=LATEST, metavar="[FOLDER]", help=text)
     (kind,) = {*(get_args(field.type) or (field.type,))} - {types.NoneType}
     values = VALUES.get(field.name, ())
 

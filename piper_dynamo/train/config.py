@@ -31,8 +31,9 @@ _COUNTS = (
     "seq",
     "batch",
     "eval_batches",
+    "keep_last",
 )
-_COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "prefetch")
+_COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "save_every", "prefetch")
 MAX_SEED = 2**63  # torch's generators take no more
 _POSITIVE = ("lr", "clip", "timeout_s", "bucket_mb", "capacity")
 
@@ -82,6 +83,9 @@ class Config:
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 4
+    save_every: int = 0
+    keep_last: int = 2
+    resume: str | None = None
     compare: bool = False
     timeout_s: float = 300.0
 
@@ -154,6 +158,7 @@ class Config:
                 f"--batch {self.batch}{each} does not divide into --microbatches "
                 f"{self.microbatches}; numbers that do: {_divisors(share)}"
             )
+        faults += self._checkpoint_faults()
         if self.dim % (2 * self.heads):
             faults.append(
                 f"--dim {self.dim} must be a multiple of 2 x --heads {self.heads} (rotary pairs)"
@@ -162,6 +167,14 @@ class Config:
             faults.append(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         if self.schedule in SCHEDULES:
             faults += self._schedule_faults()
+        return faults
+
+    def _checkpoint_faults(self) -> list[str]:
+        faults = []
+        if self.resume is not None and self.compare:
+            faults.append("--compare is about a run's first steps; leave it out with --resume")
+        if self._changed("keep_last") and not self.save_every:
+            faults.append(f"--keep-last {self.keep_last} keeps nothing without --save-every")
         return faults
 
     def _replica_axes(self) -> list[str]:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from piper_dynamo.access import clip_grad_norm_, data_rank, data_world, explain, parameters, record
 from piper_dynamo.api import compile as piper_compile
+from piper_dynamo.checkpoint.load import load_checkpoint
+from piper_dynamo.checkpoint.save import Saving, save_checkpoint_async
 from piper_dynamo.deferred import deferred_init
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.runtime.launch import rank, world_size
@@ -25,7 +27,10 @@ from piper_dynamo.train.model import balance, build, dropped, flops_per_token, s
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 from piper_dynamo.train.progress import Progress
 from piper_dynamo.train.report import RunFolder, claim_folder, curve
+from piper_dynamo.train.resume import prune, step_folder
 
+# Options that change the numbers, and not only where they are made.
+NUMBERS = ("steps", "batch", "seq", "dtype", "lr", "warmup", "weight_decay", "clip", "seed")
 RECORDED_STEP = 3  # the first steps warm up caches and allocators
 
 
@@ -44,7 +49,7 @@ def run_rank(config: Config) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = None
         if rank() == 0:
-            folder = stack.enter_context(RunFolder(claim_folder(config.out)))
+            folder = stack.enter_context(RunFolder(claim_folder(config.out, config.resume)))
         return _Job(config, folder).run()
 
 
@@ -79,6 +84,9 @@ class _Job:
         self.folder = folder
         self.progress = Progress(is_shown=rank() == 0)
         self.history = _History()
+        self.path = Path()  # the run folder, also on other ranks
+        self.recorded = 0  # the step whose timeline is kept
+        self.saving: Saving | None = None
         self.shard = (0, config.replicas)  # until the step says which: batches of the right size
 
     def run(self) -> dict[str, Any]:
@@ -116,6 +124,7 @@ class _Job:
             for line in plan.summary().splitlines():
                 say(line)
         self.shard = data_rank(step), data_world(step)
+        self.path = Path(spread(str(self.folder.path) if self.folder is not None else ""))
         self._train(step, corpus, reference, flops)
         return self._summary()
 
@@ -139,8 +148,10 @@ class _Job:
     def _train(self, step: Any, corpus: Corpus, reference: Reference | None, flops: float) -> None:
         config, history = self.config, self.history
         optimizer = make_optimizer(parameters(step), config)
-        with self.progress.steps(config.steps) as show:
-            for number in range(config.steps):
+        first = self._resume(step, optimizer, corpus)
+        self.recorded = min(first + RECORDED_STEP, config.steps - 1)
+        with self.progress.steps(config.steps - first) as show:
+            for number in range(first, config.steps):
                 rate = set_learning_rate(optimizer, number, config)
                 self._step(step, optimizer, corpus, number)
                 speed = config.batch * config.seq / history.seconds[-1]
@@ -167,12 +178,56 @@ class _Job:
                 is_last = number + 1 == config.steps
                 if config.eval_every and (is_last or (number + 1) % config.eval_every == 0):
                     self._evaluate(step, corpus, number)
+                if config.save_every and (is_last or (number + 1) % config.save_every == 0):
+                    self._save(step, optimizer, corpus, number + 1)
+        if self.saving is not None:
+            self.saving.wait()
+            self._prune(None)
+
+    def _resume(self, step: Any, optimizer: torch.optim.Optimizer, corpus: Corpus) -> int:
+        """Load what was asked for; returns how many steps are done.
+
+        Raises:
+            PiperError: It is another model's, or all steps are done.
+        """
+        config, say = self.config, self.progress.say
+        if config.resume is None:
+            return 0
+        with self.progress.phase(f"loading {config.resume}"):
+            extra = load_checkpoint(config.resume, step, optimizer)
+        done: int = extra["steps"]
+        if done >= config.steps:
+            raise PiperError(f"{config.resume} has done {done} steps; give --steps above that")
+        now = config.as_dict()
+        other = [name for name in NUMBERS if extra["config"].get(name) != now[name]]
+        if other:
+            shown = ", ".join(
+                f"{name} {extra['config'].get(name)} -> {now[name]}" for name in other
+            )
+            say(f"going on with other options than it was saved with: {shown}")
+        if extra["text"] != corpus.fingerprint:
+            say("going on with another text than it was saved with: this is another Python")
+        say(f"going on after step {done}")
+        return done
+
+    def _save(
+        self, step: Any, optimizer: torch.optim.Optimizer, corpus: Corpus, steps: int
+    ) -> None:
+        """Save beside the next steps; every rank comes here."""
+        folder = step_folder(self.path, steps)
+        extra = {"steps": steps, "config": self.config.as_dict(), "text": corpus.fingerprint}
+        self.saving = save_checkpoint_async(folder, step, optimizer, extra=extra)
+        self._prune(folder)
+
+    def _prune(self, saving: Path | None) -> None:
+        if self.folder is not None:
+            prune(self.folder.path, self.config.keep_last, saving)
 
     def _step(
         self, step: Any, optimizer: torch.optim.Optimizer, corpus: Corpus, number: int
     ) -> None:
         begin = time.perf_counter()
-        is_recorded = number == min(RECORDED_STEP, self.config.steps - 1)
+        is_recorded = number == self.recorded
         with record(step) if is_recorded else nullcontext(Timeline()) as timeline:
             loss, loads = split_result(step(*self._batch(corpus, "train", number)))
         loss.backward()
@@ -259,6 +314,14 @@ def gather(value: Any) -> list[Any] | None:
     found: list[Any] | None = [None] * world_size() if rank() == 0 else None
     dist.gather_object(value, found, dst=0)
     return found
+
+
+def spread(value: Any) -> Any:
+    """Rank 0's value on every rank: under torchrun only that one has named the run folder."""
+    found = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def merge_ranks(timeline: Timeline) -> Timeline | None:

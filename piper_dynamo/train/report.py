@@ -5,7 +5,7 @@ plan.txt        summary and distributed graph         program_rank0.py ...  what
 metrics.jsonl   a line per step and per evaluation    loss.png              the same as curves
 timeline.png    one step, predicted above measured    timeline.html         the same, with zoom
 trace.json      the measured step, for Perfetto
-summary.json    the result, as `--json` prints it
+summary.json    the result, as `--json` prints it           step-000100 ...  checkpoints
 """
 
 import json
@@ -25,6 +25,13 @@ from piper_dynamo.planning import Plan
 from piper_dynamo.timeline import Timeline
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus
+from piper_dynamo.train.resume import (
+    RUNS,
+    all_checkpoints,
+    keep_metrics,
+    steps_of,
+    whole_checkpoints,
+)
 
 FILES = (
     "config.json",
@@ -38,21 +45,35 @@ FILES = (
 )
 
 
-def claim_folder(out: str | None) -> Path:
+def claim_folder(out: str | None, resume: str | None = None) -> Path:
     """Make the run folder and clear it of what an earlier run left.
 
     Args:
         out: The folder; None: a new one under `runs/`, named by the time.
+        resume: The checkpoint to go on from; its own run's metrics up to there are kept.
 
     Raises:
-        PiperError: It cannot be made or written to.
+        PiperError: It cannot be made or written to, or has another run's checkpoints.
     """
-    folder = Path(out) if out else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(out) if out else RUNS / time.strftime("%Y%m%d-%H%M%S")
+    goes_on = resume is not None and Path(resume).resolve().parent == folder.resolve()
+    if not goes_on and whole_checkpoints(folder):
+        raise PiperError(
+            format_error(
+                "the run folder has checkpoints of an earlier run",
+                {"--out": folder, "they are": ", ".join(p.name for p in all_checkpoints(folder))},
+                hint="go on from the last with --resume, remove them, or name another folder",
+            )
+        )
+    kept = "metrics.jsonl" if goes_on else ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A run of fewer ranks, or one that stops early, must not leave an older run's files.
-        for path in [*(folder / name for name in FILES), *folder.glob("program_rank*.py")]:
+        names = [name for name in FILES if name != kept]
+        for path in [*(folder / name for name in names), *folder.glob("program_rank*.py")]:
             path.unlink(missing_ok=True)
+        if goes_on:
+            keep_metrics(folder / kept, steps_of(Path(str(resume))))
         (folder / "metrics.jsonl").touch()
     except OSError as error:
         raise PiperError(
@@ -75,6 +96,8 @@ class RunFolder:
         self._train: list[tuple[int, float]] = []
         self._validation: list[tuple[int, float]] = []
         self._recorded: tuple[int, Plan, Timeline] | None = None
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            self._draw(json.loads(line))  # of the run that this one goes on from
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +151,9 @@ class RunFolder:
         """One line of metrics.jsonl."""
         self._metrics.write(json.dumps(values) + "\n")
         self._metrics.flush()
+        self._draw(values)
+
+    def _draw(self, values: Mapping[str, Any]) -> None:
         if "loss" in values:
             self._train.append((values["step"], values["loss"]))
         if "validation_loss" in values:
