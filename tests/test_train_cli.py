@@ -459,7 +459,7 @@ def test_experts_equal_one_process(
         assert want.max_relative_difference(losses, norms) < 1e-12
 
 
-@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("moved", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_control_biases_that_stay(moved: bool, monkeypatch: pytest.MonkeyPatch):
     config = Config(
         model="moe", dim=16, layers=2, heads=2, kv_heads=1, seq=8, batch=16, microbatches=2,
