@@ -16,7 +16,7 @@ from piper_dynamo.errors import PiperPlanError, format_error, join_faults
 from piper_dynamo.ir.cycle import find_cycle
 from piper_dynamo.ir.graph import Dag, producer, task_of
 from piper_dynamo.ir.task import Pass, TaskName
-from piper_dynamo.passes.select import describe_miss, select
+from piper_dynamo.passes.select import describe_misses, select
 
 
 def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
@@ -123,7 +123,8 @@ class Order:
                 if len(group) > 1:
                     for node in found:
                         grouped.setdefault(node, []).append((number, len(groups)))
-            faults += _missed(order, missing, dag)
+            if missing:
+                faults += [f"{order.where}: {told}" for told in describe_misses(missing, dag)]
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
             faults += _left_out(order, groups, nodes, dag.num_microbatches)
@@ -144,24 +145,6 @@ def _pool(wanted: Any, nodes: list[Node], by_mb: dict[int | None, list[Node]]) -
         if tag == "MB" and isinstance(value, int):
             return by_mb.get(value, [])
     return nodes
-
-
-def _missed(order: Any, missing: Sequence[Any], dag: Dag) -> list[str]:
-    """What to say of an order's filters that match nothing: the first stands for all."""
-    if not missing:
-        return []
-    more = f"\n  so do {len(missing) - 1} more of its filters" if len(missing) > 1 else ""
-    count = dag.num_microbatches
-    beyond = any(
-        tag == "MB" and isinstance(value, int) and value >= count
-        for wanted in missing
-        for tag, value in wanted.items
-    )
-    hint = f"\n  hint  the batch is split into {count}; is the schedule made for as many?"
-    return [
-        f"{order.where}: the filter {missing[0]!r} {describe_miss(missing[0], dag)}{more}"
-        + (hint if beyond else "")
-    ]
 
 
 def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:

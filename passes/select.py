@@ -1,7 +1,7 @@
 """Selecting tasks by filter, what to say when a filter matches nothing, and ranks by mesh axis."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx.node import Node
@@ -39,28 +39,59 @@ def along(mesh: Any, devices: tuple[int, ...], axes: tuple[str, ...]) -> Groups:
     return tuple(tuple(group) for group in found.values())
 
 
-def describe_miss(wanted: Any, dag: Dag) -> str:
-    """Why a filter matches nothing: the tags and indices there are, nearest first."""
+def tags_there(dag: Dag) -> dict[str, set[Any]]:
+    """By tag, the values that tasks have."""
     have: dict[str, set[Any]] = {}
     for node in dag.tasks():
         name = task_of(node).name
         assert name is not None
         for tag, value in name.tags.items():
             have.setdefault(tag, set()).add(value)
-    reasons = []
+    return have
+
+
+def misses(wanted: Any, have: Mapping[str, set[Any]]) -> dict[str, str]:
+    """By each tag of a filter that no task meets, why: the tags and indices there are."""
+    reasons = {}
     for tag, value in wanted.items:
         if tag not in have:
             known = ", ".join(sorted(have)) or "none"
             near = difflib.get_close_matches(tag, sorted(have), n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
-            reasons.append(f"no task has the tag {tag!r}{meant} (there are: {known})")
+            reasons[tag] = f"no task has the tag {tag!r}{meant} (there are: {known})"
         elif not any(wanted.allows(tag, v) for v in have[tag]):
             values = sorted(have[tag], key=str)
             shown = ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
-            reasons.append(f"no task has {tag}={value!r}; there are: {shown}")
-    if not reasons:
-        reasons.append("each tag exists, but no task has this combination")
-    return "matches nothing: " + "; ".join(reasons)
+            reasons[tag] = f"no task has {tag}={value!r}; there are: {shown}"
+    return reasons
+
+
+def describe_miss(wanted: Any, dag: Dag) -> str:
+    """Why a filter matches nothing."""
+    return _described(misses(wanted, tags_there(dag)))
+
+
+def _described(reasons: Mapping[str, str]) -> str:
+    each = list(reasons.values()) or ["each tag exists, but no task has this combination"]
+    return "matches nothing: " + "; ".join(each)
+
+
+def describe_misses(missing: Sequence[Any], dag: Dag) -> list[str]:
+    """Why filters match nothing: those that lack the same tags are told as one."""
+    have = tags_there(dag)
+    count = dag.num_microbatches
+    alike: dict[tuple[str, ...], list[Any]] = {}
+    for wanted in missing:
+        alike.setdefault(tuple(misses(wanted, have)), []).append(wanted)
+    found = []
+    for tags, (first, *others) in alike.items():
+        told = f"the filter {first!r} {_described(misses(first, have))}"
+        if others:
+            told += f"\n  so do {len(others)} more of its filters, the last {others[-1]!r}"
+        if tags == ("MB",):
+            told += f"\n  hint  the batch is split into {count}; is the schedule made for as many?"
+        found.append(told)
+    return found
 
 
 def region_misses(directives: Sequence[Any], dag: Dag) -> list[str]:

@@ -7,6 +7,7 @@ in the DAG before the pass, one with `+` after it.
 # ruff: noqa: E501  (the texts are as they are printed)
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -382,12 +383,13 @@ the placement is not possible
   F.PP0.MB1 is placed twice: Place({"PP": 0}) and Place({"PP": 0, "MB": 1})
   B.PP0.MB1 is placed twice: Place({"PP": 0}) and Place({"PP": 0, "MB": 1})
   Place({"PP": 0, "MB": 1}) names ranks [5], but the world has ranks 0-1
-    hint  start 6 ranks, or change the devices
-  Place({"EP": 0}) matches nothing: no task has the tag 'EP' (there are: MB, PASS, PP)
+    hint  number the ranks that are used from 0 to 4
   Place({"PP": 3}) names ranks [6, 7], but the world has ranks 0-1
-    hint  start 8 ranks, or change the devices
+    hint  number the ranks that are used from 0 to 4
+  Place({"EP": 0}) matches nothing: no task has the tag 'EP' (there are: MB, PASS, PP)
   Place({"PP": 3}) matches nothing: no task has PP=3; there are: 0, 1
-  PP1 is placed nowhere (model.py:8)""",
+  PP1 is placed nowhere (model.py:8)
+    hint  add piper.Place({'PP': 1}, devices=[...])""",
     )
 
 
@@ -406,8 +408,8 @@ def test_place_refuses_idle_ranks():
         refused(lambda: placed({(0,): {"PP": 0}, (3,): {"PP": 1}}, world=5)),
         """\
 the placement is not possible
-  the world has 5 ranks, but nothing is placed on ranks 1, 2, 4
-    hint  start 2 ranks, or place regions on them""",
+  nothing is placed on ranks 1, 2, 4 of 5; placed are ranks 0, 3, by Place({"PP": 0}), Place({"PP": 1})
+    hint  number the ranks that are used from 0 to 1""",
     )
 
 
@@ -416,19 +418,23 @@ def test_place_refuses_groups_of_unlike_size():
         refused(lambda: placed({(0,): {"PP": 0}, (1, 2): {"PP": 1}}, world=3, shared=True)),
         """\
 the placement is not possible
-  the device groups differ in size: (0,), (1, 2)
+  the device groups differ in size: PP0 on (0,), PP1 on (1, 2), by Place({"PP": 0}), Place({"PP": 1})
     hint  regions of one step need the same number of replicas""",
     )
 
 
 def test_place_refuses_several_ranks_that_share_nothing():
     assert_expected_inline(
-        refused(lambda: placed({(0, 1): {"PP": 0}, (2, 3): {"PP": 1}}, world=4)),
+        re.sub(
+            r"\(\S*test_passes.py:\d+\)",
+            "(here)",
+            refused(lambda: placed({(0, 1): {"PP": 0}, (2, 3): {"PP": 1}}, world=4)),
+        ),
         """\
 the placement is not possible
-  F.PP0.MB0 is placed on 2 ranks (0, 1), and no directive says how they share it
+  PP0 (here) is placed on 2 ranks (0, 1) by Place({"PP": 0}), and no directive says how they share it
     hint  add piper.Replicate(...) or piper.Shard(...), or place it on one rank
-  F.PP1.MB0 is placed on 2 ranks (2, 3), and no directive says how they share it
+  PP1 (here) is placed on 2 ranks (2, 3) by Place({"PP": 1}), and no directive says how they share it
     hint  add piper.Replicate(...) or piper.Shard(...), or place it on one rank""",
     )
 
@@ -523,7 +529,8 @@ def test_order_refuses_a_filter_that_is_close():
         refused(lambda: ordered(order_at(3, {"PP": 0, "MB": 5}))),
         """\
 an order cannot be kept
-  train.py:3: the filter {"PP": 0, "MB": 5} matches nothing: no task has MB=5; there are: 0, 1""",
+  train.py:3: the filter {"PP": 0, "MB": 5} matches nothing: no task has MB=5; there are: 0, 1
+    hint  the batch is split into 2; is the schedule made for as many?""",
     )
 
 
