@@ -13,6 +13,7 @@ from torch import Tensor
 
 from piper_dynamo.access import state_of
 from piper_dynamo.ir.ops import block_spec
+from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.state import Record, StepState
@@ -60,14 +61,14 @@ def settle(state: StepState, records: Sequence[Record]) -> dict[str, Tensor]:
         one.
     """
     waiting = [r for r in records if r.pending is not None]
-    for kind in ("reduce_scatter", "all_reduce"):
-        for group in sorted({r.groups[kind] for r in waiting if kind in r.groups}):
-            mine = [r for r in waiting if r.groups.get(kind) == group]
+    for op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE):
+        for group in sorted({r.groups[op] for r in waiting if op in r.groups}):
+            mine = [r for r in waiting if r.groups.get(op) == group]
             values = [r.pending for r in mine if r.pending is not None]
             likes = [TensorSpec.of(value) for value in values]
-            if kind == "reduce_scatter":
+            if op is Op.REDUCE_SCATTER:
                 likes = [block_spec(like, len(group)) for like in likes]
-            handle = state.comm.start_collective(kind, values, (STATE, group), likes)
+            handle = state.comm.start_collective(op, values, (STATE, group), likes)
             for record, result in zip(mine, state.comm.wait_all(handle), strict=True):
                 record.pending = result
     found = {r.name: r.pending for r in waiting if r.pending is not None}

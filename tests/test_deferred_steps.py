@@ -1,6 +1,8 @@
 """Steps of models built under `piper.deferred_init`, or on the meta device with an `init_fn`."""
 
+import ctypes
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -302,6 +304,8 @@ def measure(zero: int, defer: bool) -> tuple[int, int]:
     placement = {0: [0, 1], 1: [0, 1]} if zero else LINE2
     wanted = replicas.strategy(placement, 2, zero=zero) if zero else jobs.strategy(LINE2, 2)
     piper.compile(Wide(), wanted, example_inputs=batch)  # what a first compilation loads
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free but not given back would hide what is taken
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     step = piper.compile(deferred(Wide) if defer else Wide(), wanted, example_inputs=batch)

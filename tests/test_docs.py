@@ -224,6 +224,6 @@ def test_readme_names_the_main_commands():
     first_screen = "\n".join(read("README.md").splitlines()[:30])
     assert {"train", "test"} <= make_targets_named(first_screen)
     targets = {"help", "env", "train", "test", "test-slow", "test-torch"}
-    targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-init"}
-    targets |= {"docs", "lint", "format", "clean"}
+    targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
+    targets |= {"fuzz", "docs", "lint", "format", "clean"}
     assert targets == make_targets()

@@ -74,7 +74,7 @@ def test_rows_that_go_by_counts_come_back_by_counts() -> None:
 
 def test_a_capacity_is_a_number_above_zero() -> None:
     for wrong in (0, -1, 0.0, True, float("nan"), float("inf"), "2", (2,)):
-        with pytest.raises(piper.PiperStrategyError, match=r"tokens \(int\) or a factor \(float\)"):
+        with pytest.raises(piper.PiperStrategyError, match=r"rows \(int\) or a factor \(float\)"):
             piper.Shard({"EP": "*"}, capacity=wrong)  # type: ignore[arg-type]
 
 
