@@ -142,7 +142,6 @@ def drop_stand_ins(graph: fx.Graph) -> None:
             given.add(owner)
         node.replace_all_uses_with(source)
         graph.erase_node(node)
-    drop_dead(graph)
 
 
 def _same_as(node: Node) -> Node | None:

@@ -305,16 +305,25 @@ def raise_recompile_limit() -> None:
     dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4096)
 
 
-def aten_backend() -> Any:
-    """AOTAutograd with the min-cut partitioner; operators run one by one."""
+def aten_backend(simplify: Callable[[fx.Graph], None]) -> Any:
+    """AOTAutograd with the min-cut partitioner; operators run one by one.
+
+    Args:
+        simplify: Rewrites each graph before it runs.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+
+    def run(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        simplify(gm.graph)
+        gm.recompile()
+        return boxed_nop(gm, inputs)
 
     # Input mutations stay outside the graphs: inside (keep_inference_input_mutations), torch 2.13
     # recomputes a buffer's update in the backward from the buffer that the forward changed.
     return aot_autograd(
-        fw_compiler=boxed_nop,
-        bw_compiler=boxed_nop,
+        fw_compiler=run,
+        bw_compiler=run,
         partition_fn=min_cut_rematerialization_partition,
     )
 

@@ -16,6 +16,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.capture import read_args
 from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.lowering.aten import drop_stand_ins
 from piper_dynamo.options import Options
 from piper_dynamo.pending import source_of
 from piper_dynamo.planning import data_dims, refuse_unsupported, split_of
@@ -68,7 +69,7 @@ def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Call
     _refuse_pending(gm)
     if options.compile_for(inputs) == "inductor":
         return compat.inductor_backend()(gm, inputs)  # type: ignore[no-any-return]
-    return compat.aten_backend()(gm, inputs)  # type: ignore[no-any-return]
+    return compat.aten_backend(drop_stand_ins)(gm, inputs)  # type: ignore[no-any-return]
 
 
 def _refuse_pending(gm: fx.GraphModule) -> None:

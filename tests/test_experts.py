@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import piper_dynamo as piper
+from piper_dynamo import backend as piper_backend
 from piper_dynamo.ir.program import EXCHANGES, Op
 from piper_dynamo.passes import replicate
 from piper_dynamo.runtime import exchange, local
@@ -141,6 +143,26 @@ def test_any_backend_runs_the_operators() -> None:
     for backend in ("eager", "aot_eager", "piper"):
         step = torch.compile(model, backend=backend, fullgraph=True)
         torch.testing.assert_close(step(x, y), want, rtol=0, atol=1e-14)
+
+
+def test_without_a_strategy_no_rows_are_copied_for_exchanges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one device nothing stands where the exchanges of rows would be; unrewritten, copies do."""
+
+    def copies() -> int:
+        torch._dynamo.reset()
+        step, (x, y) = torch.compile(Mixture(1), backend="piper"), rows(24, 0)
+        step(x, y).backward()  # compiling runs them, too
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            step(x, y).backward()
+        names = [event.name for event in found.events()]
+        assert names.count("piper::grouped_mm") > 0
+        return names.count("piper::exchange") + names.count("piper::unexchange")
+
+    assert copies() == 0
+    monkeypatch.setattr(piper_backend, "drop_stand_ins", lambda graph: None)
+    assert copies() > 0
 
 
 def test_new_counts_do_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,10 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     ops = torch.ops.piper
     rows = ops.unpermute(ops.unexchange(y, routing.arrived), routing.order)
     apart: Tensor = rows.unflatten(0, routing.chosen.shape)
-    return apart if weights is None else (apart * weights.unsqueeze(-1)).sum(1)
+    if weights is None:
+        return apart
+    weighed = apart * weights.unsqueeze(-1)
+    return weighed.squeeze(1) if weights.shape[1] == 1 else weighed.sum(1)
 
 
 def _autocast(value: Tensor) -> Tensor:
