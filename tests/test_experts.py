@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 import piper_dynamo as piper
 from piper_dynamo import backend as piper_backend
 from piper_dynamo.ir.program import EXCHANGES, Op
+from piper_dynamo.moe import routing
 from piper_dynamo.passes import replicate
 from piper_dynamo.runtime import exchange, local
 from tests import experts, jobs, replicas
@@ -125,6 +126,42 @@ def test_an_expert_without_rows_has_a_zero_gradient() -> None:
 def test_wrong_arguments_are_refused(call: Any, words: str) -> None:
     with pytest.raises(piper.PiperStrategyError, match=re.escape(words)):
         call(fill([7, 4], 1).detach(), assignments())
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 6, 0, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_grouped_product_is_the_same(
+    counts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is used on CUDA alone; a CPU has it, too, so that forms and empty experts are tested."""
+    x, y = fill([6, 8], 1).detach().to(dtype), fill([6, 16], 2).detach().to(dtype)
+    w, arrived = fill([EXPERTS, 8, 16], 3).detach().to(dtype), torch.tensor(counts)
+    ops = torch.ops.piper
+
+    def products() -> list[Tensor]:
+        back = ops.grouped_mm(y, w.transpose(1, 2), arrived)
+        return [ops.grouped_mm(x, w, arrived), back, ops.grouped_outer(x, y, arrived)]
+
+    want = products()
+    asked = []
+    monkeypatch.setattr(routing, "_is_fast", lambda *operands: asked.append(1) or True)
+    for one, other in zip(products(), want, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("matrix", "is_aligned"),
+    [
+        (torch.empty(4, 8, dtype=torch.bfloat16), True),
+        (torch.empty(4, 8, dtype=torch.bfloat16).t(), True),
+        (torch.empty(4, 7, dtype=torch.bfloat16), False),
+        (torch.empty(2, 4, 16, dtype=torch.bfloat16)[..., ::2], False),
+    ],
+)
+def test_what_torchs_grouped_product_takes(matrix: Tensor, is_aligned: bool) -> None:
+    assert routing._is_aligned(matrix) == is_aligned
+    assert not routing._is_fast(matrix, matrix)  # not on a CPU
 
 
 @pytest.mark.parametrize("wrong", [-1, EXPERTS])
