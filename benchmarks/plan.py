@@ -5,7 +5,6 @@ make bench-plan ARGS="--only proof --json results.json"
 """
 
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,7 +15,7 @@ import piper_dynamo as piper
 from benchmarks import command, planning
 from benchmarks.emulated import WIDTH, Chain
 from benchmarks.paired import PAIRS
-from benchmarks.report import Row
+from benchmarks.report import Row, growth_row
 
 STAGES, REPLICAS = 8, 4
 MICROBATCHES = (16, 32, 64, 128, 256)  # x 8 stages x 4 replicas, ZeRO 3
@@ -74,16 +73,7 @@ def proof() -> Iterator[Row]:
                 "processor_s": proved_cpu + simulated_cpu,
             },
         )
-    (few, first), (many, last) = found[0], found[-1]
-    exponent = math.log(last / first) / math.log(many / few)
-    yield Row(
-        section="proof",
-        what=f"exponent, {few} to {many} instructions",
-        figures=f"{exponent:.2f}",
-        bar=f"<= {BAR_EXPONENT}",
-        held=exponent <= BAR_EXPONENT,
-        data={"exponent": exponent},
-    )
+    yield growth_row("proof", "instructions", found, BAR_EXPONENT)
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"proof": proof, "planning": planning.run}

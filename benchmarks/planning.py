@@ -1,7 +1,6 @@
 """Planning time by the number of tasks: from a captured model to proved programs of all ranks."""
 
 import gc
-import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 import piper_dynamo as piper
 from benchmarks.emulated import WIDTH, Chain
-from benchmarks.report import Row
+from benchmarks.report import Row, growth_row
 from piper_dynamo import step as stepping
 from piper_dynamo.ir.program import Op
 
@@ -60,13 +59,4 @@ def run() -> Iterator[Row]:
             held=took < BAR_S if judged else None,
             data={"tasks": tasks, "seconds": took, "processor_s": took_cpu},
         )
-    (few, first), (many, last) = found[0], found[-1]
-    exponent = math.log(last / first) / math.log(many / few)
-    yield Row(
-        section="planning",
-        what=f"exponent, {few} to {many} tasks",
-        figures=f"{exponent:.2f}",
-        bar=f"<= {BAR_EXPONENT}",
-        held=exponent <= BAR_EXPONENT,
-        data={"exponent": exponent},
-    )
+    yield growth_row("planning", "tasks", found, BAR_EXPONENT)

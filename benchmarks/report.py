@@ -1,6 +1,7 @@
 """One table for all benchmarks: what was measured, the figures, and whether the bar is held."""
 
 import json
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -52,6 +53,27 @@ def ratio_row(section: str, what: str, found: Comparison, bar: float, of: str) -
         bar=f"<= {bar:.2f} x {of}",
         held=found.holds(bar),
         data=found.figures(),
+    )
+
+
+def growth_row(section: str, unit: str, found: Sequence[tuple[int, float]], bar: float) -> Row:
+    """A row of the exponent by which time grows with size, between the first and the last.
+
+    Args:
+        section: The benchmark.
+        unit: What sizes count.
+        found: (size, seconds), growing.
+        bar: Above it the bar is not held.
+    """
+    (few, first), (many, last) = found[0], found[-1]
+    exponent = math.log(last / first) / math.log(many / few)
+    return Row(
+        section=section,
+        what=f"exponent, {few} to {many} {unit}",
+        figures=f"{exponent:.2f}",
+        bar=f"<= {bar}",
+        held=exponent <= bar,
+        data={"exponent": exponent},
     )
 
 

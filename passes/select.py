@@ -80,14 +80,15 @@ def describe_misses(missing: Sequence[Any], dag: Dag) -> list[str]:
     """Why filters match nothing: those that lack the same tags are told as one."""
     have = tags_there(dag)
     count = dag.num_microbatches
-    alike: dict[tuple[str, ...], list[Any]] = {}
+    alike: dict[tuple[str, ...], list[tuple[Any, dict[str, str]]]] = {}
     for wanted in missing:
-        alike.setdefault(tuple(misses(wanted, have)), []).append(wanted)
+        reasons = misses(wanted, have)
+        alike.setdefault(tuple(reasons), []).append((wanted, reasons))
     found = []
-    for tags, (first, *others) in alike.items():
-        told = f"the filter {first!r} {_described(misses(first, have))}"
+    for tags, ((first, reasons), *others) in alike.items():
+        told = f"the filter {first!r} {_described(reasons)}"
         if others:
-            told += f"\n  so do {len(others)} more of its filters, the last {others[-1]!r}"
+            told += f"\n  so do {len(others)} more of its filters, the last {others[-1][0]!r}"
         if tags == ("MB",):
             told += f"\n  hint  the batch is split into {count}; is the schedule made for as many?"
         found.append(told)

@@ -226,6 +226,9 @@ def is_same(have: list[list[Tensor]], want: list[list[Tensor]]) -> bool:
 # Kinds of mutants. Each takes a plan and says what it did and to whom; None where it cannot.
 
 Found = tuple[str, list[Edit]] | None
+Kind = Callable[[Plan, random.Random], Found]
+# (plan, generator, rank, place of the instruction, a copy of the rank's instructions)
+Change = Callable[[Plan, random.Random, int, int, list[Instr]], Found]
 
 
 def _pick(
@@ -244,28 +247,35 @@ def _pick(
     return rank, index, list(plan.programs[rank].instrs)
 
 
+def at_one(wanted: Callable[[Instr], bool]) -> Callable[[Change], Kind]:
+    """A kind of mutant that changes something at a random instruction of those wanted."""
+
+    def of(change: Change) -> Kind:
+        def make(plan: Plan, draw: random.Random) -> Found:
+            picked = _pick(plan, draw, wanted)
+            return None if picked is None else change(plan, draw, *picked)
+
+        return make
+
+    return of
+
+
 def _at(rank: int, index: int, instr: Instr) -> str:
     return f"rank {rank} #{index} {instr.op} {instr.task}"
 
 
-def dropped(*ops: Op) -> Callable[[Plan, random.Random], Found]:
-    def make(plan: Plan, draw: random.Random) -> Found:
-        picked = _pick(plan, draw, lambda instr: instr.op in ops)
-        if picked is None:
-            return None
-        rank, index, instrs = picked
+def dropped(*ops: Op) -> Kind:
+    @at_one(lambda instr: instr.op in ops)
+    def make(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
         gone = instrs.pop(index)
         return _at(rank, index, gone), [(rank, instrs)]
 
     return make
 
 
-def doubled(*ops: Op) -> Callable[[Plan, random.Random], Found]:
-    def make(plan: Plan, draw: random.Random) -> Found:
-        picked = _pick(plan, draw, lambda instr: instr.op in ops)
-        if picked is None:
-            return None
-        rank, index, instrs = picked
+def doubled(*ops: Op) -> Kind:
+    @at_one(lambda instr: instr.op in ops)
+    def make(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
         instrs.insert(index, instrs[index])
         return _at(rank, index, instrs[index]), [(rank, instrs)]
 
@@ -274,14 +284,11 @@ def doubled(*ops: Op) -> Callable[[Plan, random.Random], Found]:
 
 def changed(
     wanted: Callable[[Instr], bool], change: Callable[[Instr, random.Random], Mapping[str, Any]]
-) -> Callable[[Plan, random.Random], Found]:
+) -> Kind:
     """Another value of some fields of an instruction."""
 
-    def make(plan: Plan, draw: random.Random) -> Found:
-        picked = _pick(plan, draw, wanted)
-        if picked is None:
-            return None
-        rank, index, instrs = picked
+    @at_one(wanted)
+    def make(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
         at = _at(rank, index, instrs[index])
         instrs[index] = replace(instrs[index], **change(instrs[index], draw))
         return at, [(rank, instrs)]
@@ -289,16 +296,11 @@ def changed(
     return make
 
 
-def exchanged(
-    wanted: Callable[[Instr], bool], same: Callable[[Instr], object]
-) -> Callable[[Plan, random.Random], Found]:
+def exchanged(wanted: Callable[[Instr], bool], same: Callable[[Instr], object]) -> Kind:
     """Two instructions of a rank that have something in common change places."""
 
-    def make(plan: Plan, draw: random.Random) -> Found:
-        picked = _pick(plan, draw, wanted)
-        if picked is None:
-            return None
-        rank, index, instrs = picked
+    @at_one(wanted)
+    def make(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
         others = [
             i
             for i, instr in enumerate(instrs)
@@ -314,12 +316,11 @@ def exchanged(
     return make
 
 
-def sent_otherwise(plan: Plan, draw: random.Random) -> Found:
+@at_one(lambda instr: instr.op is Op.SEND)
+def sent_otherwise(
+    plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]
+) -> Found:
     """Two sends of a channel exchange their values and keep their numbers, on both ends' names."""
-    picked = _pick(plan, draw, lambda instr: instr.op is Op.SEND)
-    if picked is None:
-        return None
-    rank, index, instrs = picked
     one = instrs[index]
     others = [
         i
@@ -336,14 +337,11 @@ def sent_otherwise(plan: Plan, draw: random.Random) -> Found:
     return at, [(rank, instrs)]
 
 
-def read_another(plan: Plan, draw: random.Random) -> Found:
+@at_one(lambda i: bool(i.inputs) and i.op not in (Op.FREE, Op.WAIT, Op.DRAIN))
+def read_another(
+    plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]
+) -> Found:
     """An instruction reads another register that is there: mostly one of the same shape."""
-    picked = _pick(
-        plan, draw, lambda i: bool(i.inputs) and i.op not in (Op.FREE, Op.WAIT, Op.DRAIN)
-    )
-    if picked is None:
-        return None
-    rank, index, instrs = picked
     program = plan.programs[rank]
     alive = dict.fromkeys(sorted(program.sources()))
     handles: set[str] = set()
@@ -368,12 +366,11 @@ def read_another(plan: Plan, draw: random.Random) -> Found:
     return f"{_at(rank, index, one)}: {one.inputs[place]} -> {reg}", [(rank, instrs)]
 
 
-def freed_early(plan: Plan, draw: random.Random) -> Found:
+@at_one(lambda instr: instr.op is Op.FREE)
+def freed_early(
+    plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]
+) -> Found:
     """A register is freed before its last use."""
-    picked = _pick(plan, draw, lambda instr: instr.op is Op.FREE)
-    if picked is None:
-        return None
-    rank, index, instrs = picked
     reg = draw.choice(instrs[index].inputs)
     made = next((i for i, instr in enumerate(instrs) if reg in instr.writes()), None)
     users = [i for i, instr in enumerate(instrs[:index]) if reg in instr.reads()]
@@ -387,26 +384,20 @@ def freed_early(plan: Plan, draw: random.Random) -> Found:
     return at, [(rank, instrs)]
 
 
-def moved(plan: Plan, draw: random.Random) -> Found:
+@at_one(lambda instr: instr.op is not Op.FREE)
+def moved(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
     """An instruction goes to another place of its rank's program."""
-    picked = _pick(plan, draw, lambda instr: instr.op is not Op.FREE)
-    if picked is None:
-        return None
-    rank, index, instrs = picked
     one = instrs.pop(index)
     to = min(max(index + draw.choice([-8, -4, -2, -1, 1, 2, 4, 8]), 0), len(instrs))
     instrs.insert(to, one)
     return f"{_at(rank, index, one)} to #{to}", [(rank, instrs)]
 
 
-def regrouped(everywhere: bool) -> Callable[[Plan, random.Random], Found]:
+def regrouped(everywhere: bool) -> Kind:
     """A collective is over other ranks, on one of its members or on all of them."""
 
-    def make(plan: Plan, draw: random.Random) -> Found:
-        picked = _pick(plan, draw, lambda instr: instr.op in COLLECTIVES)
-        if picked is None:
-            return None
-        rank, index, instrs = picked
+    @at_one(lambda instr: instr.op in COLLECTIVES)
+    def make(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
         one = instrs[index]
         others = [r for r in range(plan.world_size) if r not in one.group]
         wider = tuple(sorted((*one.group, draw.choice(others)))) if others else one.group[:-1]
@@ -431,14 +422,11 @@ def _is_end(instr: Instr, one: Instr) -> bool:
     return (instr.op, instr.task, instr.communicator) == (one.op, one.task, one.communicator)
 
 
-def bypassed(*ops: Op) -> Callable[[Plan, random.Random], Found]:
+def bypassed(*ops: Op) -> Kind:
     """Every member uses what it gives a collective instead of what that makes of it."""
 
-    def make(plan: Plan, draw: random.Random) -> Found:
-        picked = _pick(plan, draw, lambda instr: instr.op in ops)
-        if picked is None:
-            return None
-        rank, index, instrs = picked
+    @at_one(lambda instr: instr.op in ops)
+    def make(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
         one = instrs[index]
         edits: list[Edit] = []
         for member in one.group:
@@ -477,12 +465,11 @@ def _without(program: RankProgram, start: int) -> list[Instr]:
     return instrs
 
 
-def outputs_exchanged(plan: Plan, draw: random.Random) -> Found:
+@at_one(lambda instr: instr.op is Op.RUN and len(instr.outputs) > 1)
+def outputs_exchanged(
+    plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]
+) -> Found:
     """A task's results go to each other's registers."""
-    picked = _pick(plan, draw, lambda instr: instr.op is Op.RUN and len(instr.outputs) > 1)
-    if picked is None:
-        return None
-    rank, index, instrs = picked
     one = instrs[index]
     a, b = draw.sample(range(len(one.outputs)), 2)
     outputs = list(one.outputs)

@@ -15,20 +15,39 @@ from tests.experts import EXPERTS
 from tests.models import fill, rows
 
 
-class Apart(nn.Module):
-    """Experts that are no part of a stage: `EP` lies between `PP` 0 and 1, not inside."""
+class OneLayer(nn.Module):
+    """A gate and experts of one matrix; subclasses say what lies in which region."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Parameter(fill([4, EXPERTS], 20))
         self.up = nn.Parameter(fill([EXPERTS, 4, 4], 1))
 
+    def sent(self, x: Tensor) -> tuple[Tensor, Any, Tensor]:
+        """Rows for the experts, their routing, and what each counts."""
+        weights, index = (x @ self.gate).softmax(-1).topk(2)
+        return (*piper.moe.dispatch(x, index, EXPERTS), weights)
+
+    def worked(self, rows: Tensor, routing: Any) -> Tensor:
+        """What the experts make of their rows."""
+        return torch.tanh(piper.moe.grouped_mm(rows, self.up, routing))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        """The layer, its experts a region within the caller's."""
+        rows, routing, weights = self.sent(x)
+        with piper.annotate("EP"):
+            out = self.worked(rows, routing)
+        return piper.moe.combine(out, routing, weights)
+
+
+class Apart(OneLayer):
+    """Experts that are no part of a stage: `EP` lies between `PP` 0 and 1, not inside."""
+
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
-            weights, index = (x @ self.gate).softmax(-1).topk(2)
-            sent, routing = piper.moe.dispatch(x, index, EXPERTS)
+            sent, routing, weights = self.sent(x)
         with piper.annotate("EP"):
-            out = torch.tanh(piper.moe.grouped_mm(sent, self.up, routing))
+            out = self.worked(sent, routing)
         with piper.annotate("PP", 1):
             return (piper.moe.combine(out, routing, weights) - y).square().mean()
 
@@ -143,21 +162,12 @@ def test_a_loss_that_nobody_sums_is_refused() -> None:
 # Some group would need all experts.
 
 
-class Whole(nn.Module):
+class Whole(OneLayer):
     """The experts of `EP` are used as whole matrices by the stage behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(fill([4, EXPERTS], 20))
-        self.up = nn.Parameter(fill([EXPERTS, 4, 4], 1))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
-            weights, index = (x @ self.gate).softmax(-1).topk(2)
-            sent, routing = piper.moe.dispatch(x, index, EXPERTS)
-            with piper.annotate("EP"):
-                out = torch.tanh(piper.moe.grouped_mm(sent, self.up, routing))
-            mixed = piper.moe.combine(out, routing, weights)
+            mixed = self.mixed(x)
         with piper.annotate("PP", 1):
             return (mixed - y).square().mean() + self.up.square().mean()
 
@@ -185,14 +195,10 @@ def by_microbatch(*places: tuple[int, int], **shard: Any) -> piper.Strategy:
     )
 
 
-class OneStage(Whole):
+class OneStage(OneLayer):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
-            weights, index = (x @ self.gate).softmax(-1).topk(2)
-            sent, routing = piper.moe.dispatch(x, index, EXPERTS)
-            with piper.annotate("EP"):
-                out = torch.tanh(piper.moe.grouped_mm(sent, self.up, routing))
-            return (piper.moe.combine(out, routing, weights) - y).square().mean()
+            return (self.mixed(x) - y).square().mean()
 
 
 @pytest.mark.parametrize("places", [((0, 3), (1, 2), (4, 5)), ((1, 2), (4, 5), (0, 3))])
