@@ -17,7 +17,7 @@ from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_err
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.pending import InitFn, fill, identity, source_of
-from piper_dynamo.planning import Plan
+from piper_dynamo.planning import Plan, replicas_of
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.sharding import digest
 
@@ -118,8 +118,8 @@ def _digests(plan: Plan, values: Sequence[Any]) -> str:
 
 def _warn_of_other_inputs(plan: Plan, mine: int, given: Mapping[int, str]) -> None:
     """The first rank of a replica tells which of its ranks were given something else."""
-    replica, _ = plan.replica(mine)
-    first, *others = (r for r in sorted(given) if plan.replica(r)[0] == replica)
+    replica_of = replicas_of(plan.groups)
+    first, *others = (r for r in sorted(given) if replica_of[r] == replica_of[mine])
     if mine != first:
         return
     known = [(rank, given[rank].split(",")) for rank in others if given[rank] != "-"]

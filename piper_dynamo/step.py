@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
 from piper_dynamo.agreement import agree, announcement, check_copies, compare
+from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import (
     PiperCaptureError,
@@ -29,7 +30,6 @@ from piper_dynamo.errors import (
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.program import Op, RankProgram
 from piper_dynamo.lowering.chunks import compile_chunks
-from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.options import Options
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
@@ -43,7 +43,7 @@ from piper_dynamo.planning import (
     template_of,
 )
 from piper_dynamo.runtime.comm import STATE, Communicator
-from piper_dynamo.runtime.executor import BoundChunk, Code, Executor, StepResults
+from piper_dynamo.runtime.executor import Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.sharding import take_block
 from piper_dynamo.state import Record, StepState, absent_output, attach, attach_outputs, record_of
@@ -248,28 +248,11 @@ class CompiledStep:
                 functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
             else:
                 functions = compile_chunks(wanted, self._options.compile_for(values))
-            adds = {i.target: i.adds for i in program.instrs if i.adds}
-            adding = compile_chunks({name: wanted[name] for name in adds}, "aten", adds=adds)
-            chunks = {
-                name: BoundChunk(
-                    fn=functions[name],
-                    num_results=chunk.num_results,
-                    gives_bundle=len(chunk.outputs) > chunk.num_results,
-                    adding=adding.get(name),
-                )
-                for name, chunk in wanted.items()
-            }
-
-            def code(timed: bool) -> Code:
-                module = emit(program, timed=timed, seconds=seconds)
-                return Code(
-                    source=module.source, instr_of_line=module.instr_of_line, specs=module.specs
-                )
-
+            chunks = bind(program, wanted, functions)
             layouts = plan.layouts(comm.rank)
             entries[key] = Entry(
                 plan=plan,
-                executor=Executor(program, code, chunks, comm),
+                executor=executor_of(program, chunks, comm, seconds),
                 is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
                 announcement=announcement(plan),
                 is_later=tuple(p in layouts and not layouts[p].reduced for p, _ in program.grads),

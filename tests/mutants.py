@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.errors import PiperError, PiperPlanError
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.program import (
@@ -26,9 +27,7 @@ from piper_dynamo.ir.program import (
 )
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.chunks import compile_chunks
-from piper_dynamo.lowering.emit import emit
 from piper_dynamo.planning import Plan, replicas_of
-from piper_dynamo.runtime.executor import BoundChunk, Code, Executor
 from piper_dynamo.runtime.local import LocalWorld, current
 
 Programs = Sequence[RankProgram]
@@ -144,8 +143,6 @@ def run(plan: Plan, programs: Programs) -> list[list[Tensor]]:
     """What each rank ends with on made-up parameters and data."""
     chunks = plan.chunks
     functions = compile_chunks(dict(chunks), "aten")
-    adds = {i.target: i.adds for p in programs for i in p.instrs if i.adds}
-    adding = compile_chunks({name: chunks[name] for name in adds}, "aten", adds=adds)
     whole = _values(plan)
     parts = replicas_of(plan.groups)
     count = len(set(parts.values()))
@@ -154,20 +151,7 @@ def run(plan: Plan, programs: Programs) -> list[list[Tensor]]:
         comm = current()
         assert comm is not None
         program = programs[comm.rank]
-        bound = {
-            name: BoundChunk(
-                fn=functions[name],
-                num_results=chunks[name].num_results,
-                gives_bundle=len(chunks[name].outputs) > chunks[name].num_results,
-                adding=adding.get(name),
-            )
-            for name, _ in program.chunks
-        }
-
-        def code(timed: bool) -> Code:
-            made = emit(program, timed=timed)
-            return Code(source=made.source, instr_of_line=made.instr_of_line, specs=made.specs)
-
+        executor = executor_of(program, bind(program, chunks, functions), comm)
         state = [_held(program, whole[position], position) for _, position in program.state]
         data = [
             whole[position].chunk(count)[parts[comm.rank]]
@@ -176,7 +160,7 @@ def run(plan: Plan, programs: Programs) -> list[list[Tensor]]:
             for _, position in program.data
         ]
         weights = [torch.tensor(0.5 + k, dtype=torch.float64) for k in range(len(program.weights))]
-        results = Executor(program, code, bound, comm).run(
+        results = executor.run(
             [value.clone() for value in state], [value.clone() for value in data], weights
         )
         found = [results.loss] if results.loss is not None else []

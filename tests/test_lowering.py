@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo import planning
+from piper_dynamo.binding import bind
 from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
@@ -26,7 +27,7 @@ from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.lower import Draft
 from piper_dynamo.lowering.memory import bytes_over_time
 from piper_dynamo.planning import Plan
-from piper_dynamo.runtime.executor import BoundChunk, Runtime, call_chunk
+from piper_dynamo.runtime.executor import Runtime, call_chunk
 from piper_dynamo.runtime.local import LocalCommunicator, LocalWorld
 from tests import jobs
 from tests.jobs import LINE2, LINE4, LOOP2, ONE, V2
@@ -458,20 +459,9 @@ def test_predicted_bytes_are_those_of_a_run(case: str):
     )
     (program,) = plan.programs
     functions = compile_chunks(plan.chunks, "aten")
-    adds = {i.target: i.adds for i in program.instrs if i.adds}
-    adding = compile_chunks({name: plan.chunks[name] for name in adds}, "aten", adds=adds)
-    assert adding
-    chunks = {
-        name: call_chunk(
-            BoundChunk(
-                fn=functions[name],
-                num_results=chunk.num_results,
-                gives_bundle=len(chunk.outputs) > chunk.num_results,
-                adding=adding.get(name),
-            )
-        )
-        for name, chunk in plan.chunks.items()
-    }
+    bound = bind(program, plan.chunks, functions)
+    assert any(chunk.adding for chunk in bound.values())
+    chunks = {name: call_chunk(chunk) for name, chunk in bound.items()}
     module = emit(program, timed=True)
     namespace = {**chunks, **module.specs}
     exec(compile(module.source, "<program>", "exec"), namespace)

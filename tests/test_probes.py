@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import piper_dynamo as piper
+from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.ir import ops
 from piper_dynamo.ir.graph import Dag, Layout, is_pick, print_dag, producer, results_of, task_of
@@ -22,7 +23,6 @@ from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.planning import lower_all
-from piper_dynamo.runtime.executor import BoundChunk, Code, Executor
 from piper_dynamo.runtime.local import LocalWorld, current
 
 GROUP = (0, 1)
@@ -136,20 +136,7 @@ def run_by_hand(dag: Dag, weights, batches):
     def body():
         comm = current()
         program = programs[comm.rank]
-        chunks = {
-            name: BoundChunk(
-                fn=functions[name],
-                num_results=dag.chunks[name].num_results,
-                gives_bundle=len(dag.chunks[name].outputs) > dag.chunks[name].num_results,
-            )
-            for name, _ in program.chunks
-        }
-
-        def code(timed):
-            made = emit(program, timed=timed)
-            return Code(source=made.source, instr_of_line=made.instr_of_line, specs=made.specs)
-
-        executor = Executor(program, code, chunks, comm)
+        executor = executor_of(program, bind(program, dag.chunks, functions), comm)
         half = torch.tensor(0.5, dtype=torch.float64)
         state = [weights[comm.rank] for _ in program.state]
         data = [batches[comm.rank] for _ in program.data]

@@ -26,8 +26,18 @@ MAX_LINES = 600
 # Modules that join the parts; everything else must be usable without them.
 FACADE = frozenset(
     {
-        *("", "__main__", "access", "accumulation", "agreement", "api", "backend", "cli"),
-        *("checkpoint", "look", "measure", "meeting", "planning", "step", "train", "weights"),
+        *("", "__main__", "access", "accumulation", "agreement", "api", "backend", "binding"),
+        *(
+            "checkpoint",
+            "cli",
+            "look",
+            "measure",
+            "meeting",
+            "planning",
+            "step",
+            "train",
+            "weights",
+        ),
     }
 )
 # Modules that import no other part: every layer may use them.

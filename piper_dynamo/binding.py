@@ -1,0 +1,51 @@
+"""From a rank's program to what runs it: its chunks bound to code, and its emitted module.
+
+Signature: program, chunks, their compiled code, communicator -> executor.
+"""
+
+from collections.abc import Mapping
+
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.program import RankProgram
+from piper_dynamo.lowering.chunks import ChunkFn, compile_chunks
+from piper_dynamo.lowering.emit import emit
+from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.executor import BoundChunk, Code, Executor
+
+
+def bind(
+    program: RankProgram, chunks: Mapping[str, Chunk], functions: Mapping[str, ChunkFn]
+) -> dict[str, BoundChunk]:
+    """The chunks that a program calls.
+
+    Args:
+        program: A rank's.
+        chunks: By name, at least those that it calls.
+        functions: Their code, without sums; what adds to sums is compiled here.
+    """
+    adds = {i.target: i.adds for i in program.instrs if i.adds}
+    adding = compile_chunks({name: chunks[name] for name in adds}, "aten", adds=adds)
+    return {
+        name: BoundChunk(
+            fn=functions[name],
+            num_results=chunks[name].num_results,
+            gives_bundle=len(chunks[name].outputs) > chunks[name].num_results,
+            adding=adding.get(name),
+        )
+        for name, _ in program.chunks
+    }
+
+
+def executor_of(
+    program: RankProgram,
+    chunks: Mapping[str, BoundChunk],
+    comm: Communicator,
+    seconds: Mapping[str, float] | None = None,
+) -> Executor:
+    """What runs a program; `seconds` are the waits of emulated tasks, by name."""
+
+    def code(timed: bool) -> Code:
+        made = emit(program, timed=timed, seconds=seconds)
+        return Code(source=made.source, instr_of_line=made.instr_of_line, specs=made.specs)
+
+    return Executor(program, code, chunks, comm)
