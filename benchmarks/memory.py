@@ -39,24 +39,33 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}; this benchmark needs Linux")
 
 
-def measured(make: Callable[[], Any], batch: tuple[Any, ...], *, steps: int = 3) -> tuple[int, int]:
+def measured(
+    make: Callable[[], Any],
+    batch: tuple[Any, ...],
+    *,
+    steps: int = 3,
+    without_reserves: bool = True,
+) -> tuple[int, int]:
     """This rank's peak in a step above the import baseline, and above what stays between steps.
 
     Args:
         make: Makes the step.
         batch: What it is called with.
         steps: How many steps the peak is taken over, after two others.
+        without_reserves: Tell glibc to keep nothing that is freed; else it is as each side has it.
     """
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
-    libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024)
+    if without_reserves:
+        libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+        libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024)
     gc.collect()
     baseline = resident("VmRSS")
     step = make()
     for _ in range(2):
         step(*batch)
     gc.collect()
-    libc.malloc_trim(0)
+    if without_reserves:
+        libc.malloc_trim(0)
     between = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
     for _ in range(steps):

@@ -1,6 +1,7 @@
 """Memory with replicas beside FSDP2 + pipelining: peaks, and the micro-batch that fits.
 
-Every figure is that of the rank that needs most, from fresh processes; see `memory.py`.
+Every figure is that of the rank that needs most, from fresh processes; see `memory.py`. Processes
+are as users start them: glibc keeps what is freed, unless a side asks it not to, as Piper does.
 """
 
 import functools
@@ -26,7 +27,8 @@ MIB = 2**-20
 
 def _one_rank(job: Job, side: str, level: int, steps: int) -> tuple[int, int]:
     kind = PiperZero if side == "piper" else TorchZero
-    return measured(functools.partial(kind, job, level), job.batch(piper.rank()), steps=steps)
+    make = functools.partial(kind, job, level)
+    return measured(make, job.batch(piper.rank()), steps=steps, without_reserves=False)
 
 
 def peaks(job: Job, side: str, level: int, steps: int = 3) -> tuple[int, int]:

@@ -4,7 +4,8 @@ torch's levels, as torchtitan sets them up with a pipeline: 0 is DDP around the 
 `fully_shard` of embedding, every layer, norm with head, and the stage, without and with
 `reshard_after_forward`. (torch's pipelining keeps whole gradients until the last backward, so its
 level 2 is ZeRO-1 in effect, and it is what our levels 1 and 2 are measured beside.) Piper's levels
-are Replicate's, with a region per layer and buckets as large as DDP's default.
+are Replicate's, with a region per layer and buckets of half DDP's default: what a chunk makes and
+gathers at once follows them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from piper_dynamo.strategies import placement
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.model import build
 
-BUCKET_MB = 25  # DDP's default
+BUCKET_MB = 12
+DDP_BUCKET_MB = 25  # its default
 BESIDE = {0: 0, 1: 2, 2: 2, 3: 3}  # the level of torch that one of ours is measured beside
 
 
@@ -93,7 +95,7 @@ class TorchZero(ScheduleStep):
             module: Any = _sharded(stage, mesh["dp"], reshard=level == 3)
         else:
             module = DistributedDataParallel(
-                stage, process_group=mesh["dp"].get_group(), bucket_cap_mb=BUCKET_MB
+                stage, process_group=mesh["dp"].get_group(), bucket_cap_mb=DDP_BUCKET_MB
             )
         self.schedule = torch_schedule(
             config.schedule,

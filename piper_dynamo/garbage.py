@@ -6,7 +6,7 @@ seldom gives such memory back. So the collector rests, and each stage calls it w
 are taken apart where they are no longer needed (`_torch_compat.drop_graph`).
 
 Large tensors that come and go, while small things that stay are put between them, leave holes that
-glibc keeps: `freed` gives their pages back.
+glibc keeps: `freed` gives their pages back, and `keep_large_apart` lets none come about.
 """
 
 import ctypes
@@ -24,6 +24,10 @@ NEVER = 1_000_000
 # From Python 3.14 on, `gc.collect(1)` does a part of a collection, not all of the young objects.
 _YOUNG = 1 if sys.version_info < (3, 14) else 2
 HOLES_BYTES = 16 * 2**20  # so much may be free and not given back
+APART_BYTES = 2**20  # blocks from this size on are taken from the system and given back to it
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# What users set to choose for themselves how malloc holds memory.
+_OWN_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 class _Resting:
@@ -96,7 +100,25 @@ def freed(nbytes: int) -> None:
     _Holes.nbytes += nbytes
     if _Holes.nbytes < HOLES_BYTES:
         return
+    give_back()
+
+
+def give_back() -> None:
+    """Give pages back that malloc keeps though nothing is in them; glibc's only."""
     _Holes.nbytes = 0
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:  # glibc's
+    if trim is not None:
         trim(0)
+
+
+def keep_large_apart() -> None:
+    """From now on, glibc gives large blocks back when they are freed; nothing elsewhere.
+
+    Left alone it keeps them, and small blocks that stay break them up: a rank of a job with sharded
+    parameters then holds twice what it uses. The price is time, for pages that are cleared anew.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is None or any(name in os.environ for name in _OWN_CHOICES):
+        return
+    mallopt(_M_MMAP_THRESHOLD, APART_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, 2 * APART_BYTES)

@@ -255,8 +255,7 @@ class StepState:
         _records[key] = (weakref.ref(param, lambda _: _records.pop(key, None)), record)
         if not held or (record.block is not None and record.block.home is not None):
             _release(param, record)
-            if held:
-                freed(record.spec.nbytes)
+            freed(record.spec.nbytes)
         if not is_filled:
             self.lacks(name, param if record.block is None else record.block.param)
         return record

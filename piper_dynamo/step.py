@@ -27,6 +27,7 @@ from piper_dynamo.errors import (
     PiperTimeoutError,
     format_error,
 )
+from piper_dynamo.garbage import give_back, keep_large_apart
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.program import Op, RankProgram
 from piper_dynamo.lowering.chunks import compile_chunks
@@ -47,6 +48,7 @@ from piper_dynamo.runtime.executor import Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.sharding import take_block
 from piper_dynamo.state import Record, StepState, absent_output, attach, attach_outputs, record_of
+from piper_dynamo.strategy import Replicate as ReplicateDirective
 from piper_dynamo.strategy import Strategy
 
 
@@ -135,6 +137,7 @@ class CompiledStep:
         comm = communicator(self._options.timeout_s)
         self._recall_loss(values)
         entry = self._entry(values, comm)
+        is_first = not entry.compared
         number = agree(entry.plan, entry.announcement, comm, values, known=entry.compared)
         entry.compared = True
         state = self._state(values, entry, comm)
@@ -145,6 +148,9 @@ class CompiledStep:
             # A rank with another program waits elsewhere: say that, not where this one waits.
             compare(entry.plan, comm, number, time.monotonic())
             raise
+        finally:
+            if is_first:
+                give_back()  # what planning and the whole parameters took
 
     # plans and programs
 
@@ -280,6 +286,8 @@ class CompiledStep:
         state.data_rank, state.data_world = plan.replica(comm.rank)
         layouts, group = plan.layouts(comm.rank), plan.group(comm.rank)
         distributed = any(layout.groups for layout in layouts.values())
+        if any(directive.zero >= 2 for directive in plan.strategy.of(ReplicateDirective)):
+            keep_large_apart()
         shared = {
             a.name: (values[a.position], holders[a.position])
             for a in self._args

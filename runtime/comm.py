@@ -19,6 +19,7 @@ from torch import Tensor
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperTimeoutError
 from piper_dynamo.ir.program import EXCHANGES, Group, Op, copy_groups
+from piper_dynamo.runtime.blocks import Blocks
 from piper_dynamo.runtime.exchange import pack
 
 POLL_S = 0.002
@@ -109,6 +110,9 @@ class Communicator(Protocol):
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
 
+    def end_step(self) -> None:
+        """Give back memory that only the step needed."""
+
     def abandon(self) -> None:
         """Forget what a failed step left in flight."""
 
@@ -133,6 +137,7 @@ class TorchCommunicator:
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         self._groups: dict[Group, Any] = {}
         self._meshes: dict[Any, Any] = {}
+        self._blocks = Blocks()
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """See `Communicator`."""
@@ -192,7 +197,7 @@ class TorchCommunicator:
         if op is Op.ALL_REDUCE:
             return dist.all_reduce(value, group=members, async_op=True), value
         if op is Op.ALL_GATHER:
-            whole = value.new_empty((size * value.shape[0], *value.shape[1:]))
+            whole = self._blocks.empty((size * value.shape[0], *value.shape[1:]), value)
             work = compat.all_gather_single(whole, value, group=members, async_op=True)
             return work, whole.narrow(0, 0, like.shape[0])
         result = value.new_empty(like.shape)
@@ -253,6 +258,10 @@ class TorchCommunicator:
             found = [self._groups[STATE, group] for group in mine]
             self._meshes[key] = compat.mesh_of(groups, self.rank, device, found)
         return self._meshes[key]
+
+    def end_step(self) -> None:
+        """See `Communicator`."""
+        self._blocks.give_back()
 
     def abandon(self) -> None:
         """See `Communicator`."""

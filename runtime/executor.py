@@ -294,13 +294,13 @@ class Executor:
             runtime.mark(-1)
         arguments = (runtime, state, data, weights)
         if not self.program.tangents:
-            loss, outputs, grads, buffers = self._own_random(step, *arguments)
+            loss, outputs, grads, buffers = self._run_part(step, *arguments)
             return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
-        outputs, buffers, resume = self._own_random(step, *arguments)
+        outputs, buffers, resume = self._run_part(step, *arguments)
 
         def backward(tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
             try:
-                self._own_random(resume, tuple(tangents))
+                self._run_part(resume, tuple(tangents))
             except StopIteration as end:
                 finished: tuple[Tensor, ...] = end.value
                 return finished
@@ -308,15 +308,18 @@ class Executor:
 
         return StepResults(loss=None, outputs=outputs, grads=(), buffers=buffers, backward=backward)
 
-    def _own_random(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Chunks seed the default generator; the caller's state comes back afterwards."""
-        if not self._random:
-            return call(*args)
-        before = torch.get_rng_state()
+    def _run_part(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run a program, or the part up to where it waits for gradients or from there on.
+
+        Chunks seed the default generator; the caller's state comes back afterwards.
+        """
+        before = torch.get_rng_state() if self._random else None
         try:
             return call(*args)
         finally:
-            torch.set_rng_state(before)
+            if before is not None:
+                torch.set_rng_state(before)
+            self.comm.end_step()
 
     @property
     def marks(self) -> Sequence[tuple[int, float]]:
