@@ -37,7 +37,7 @@ help:
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
-	@echo "make bench-plan   time of the proof, the simulation and planning by size"
+	@echo "make bench-plan   time of the proof, the simulation and planning by size, and for 4,096 ranks"
 	@echo "make bench-init   memory of building a model of a billion parameters under deferred_init"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"

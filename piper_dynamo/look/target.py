@@ -87,7 +87,12 @@ class Target:
 
 
 def load_target(
-    path: str | None, options: Mapping[str, Any], given: set[str], *, is_meta: bool
+    path: str | None,
+    options: Mapping[str, Any],
+    given: set[str],
+    *,
+    is_meta: bool,
+    needs_strategy: bool = True,
 ) -> Target:
     """The target that a command line names.
 
@@ -96,6 +101,7 @@ def load_target(
         options: The values of all options of the training job.
         given: The names of those that were written on the command line.
         is_meta: Whether a Python file's model is built on torch's meta device.
+        needs_strategy: Whether a Python file must define one.
 
     Raises:
         Misuse: There is no such target, or options do not go with it.
@@ -117,7 +123,8 @@ def load_target(
         return _of_folder(found)
     if found.suffix == ".py":
         _refuse_options(given - {"compile"}, "a Python file defines its own model and strategy")
-        return _of_file(found, options["compile"] if "compile" in given else None, is_meta=is_meta)
+        mode = options["compile"] if "compile" in given else None
+        return _of_file(found, mode, is_meta=is_meta, needs_strategy=needs_strategy)
     if found.suffix == ".json":
         _refuse_options(given & set(STRATEGY_OPTIONS), "the strategy says it")
         return _of_json(found, options)
@@ -219,8 +226,12 @@ def _indices(value: object) -> list[int]:
     return [one for one in values if isinstance(one, int)]
 
 
-def _of_file(path: Path, compile_mode: str | None, *, is_meta: bool) -> Target:
+def _of_file(
+    path: Path, compile_mode: str | None, *, is_meta: bool, needs_strategy: bool
+) -> Target:
     module = _imported(path)
+    if not needs_strategy:
+        setattr(module, "strategy", Strategy())  # noqa: B010  (mypy knows no attributes of modules)
     missing = [name for name in DEFINED if not hasattr(module, name)]
     if missing:
         raise Misuse(
