@@ -3,17 +3,21 @@
 import itertools
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo.cli import main
 from piper_dynamo.errors import PiperError, PiperStrategyError
 from piper_dynamo.look.compare import compare
+from piper_dynamo.look.prediction import bytes_of
 from piper_dynamo.look.target import Target
 from piper_dynamo.predict.search import memory_by_rank
 from piper_dynamo.predict.space import Choice, Space
@@ -217,7 +221,7 @@ def test_experts_are_shared_among_replicas() -> None:
     found = piper.search(
         model, rows(16), 2, costs=roofline, pp=(1,), microbatches=(1, 2), zero=(0,), exhaustive=True
     )
-    assert {one.choice.ep for one in found.best} == {1, 2}
+    assert {one.choice.ep for one in found.best} == {1, 2}, str(found)
     for one in found.best:
         assert one.bound <= one.seconds
 
@@ -304,3 +308,108 @@ def test_choices_are_each_once() -> None:
     assert len(found) == len(set(found))
     assert all(c.pp * c.dp == 8 and 16 % (c.dp * c.microbatches) == 0 for c in found)
     assert all(isinstance(c, Choice) and math.gcd(c.dp, c.ep) == c.ep for c in found)
+
+
+# The command
+
+
+FILE = """\
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+def model():
+    return Model()
+
+
+def inputs():
+    return (torch.randn(8, 8),)
+"""
+RATES = ("--flops", "1e9", "--memory-bandwidth", "1e9")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.py"
+    path.write_text(FILE)
+    return path
+
+
+def piper_(*arguments: object) -> Result:
+    torch._dynamo.reset()
+    found = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found
+
+
+def test_the_command_finds_draws_and_writes(file: Path, tmp_path: Path) -> None:
+    where = tmp_path / "best.json"
+    found = piper_(
+        *("search", file, "--devices", 2, *RATES, "--top", 2, "--json", "--strategy-to", where),
+        *("-o", tmp_path / "search.png"),
+    )
+    assert found.exit_code == 0, found.output
+    said = json.loads(found.stdout.splitlines()[-1])
+    assert (said["command"], said["ok"], len(said["best"])) == ("search", True, 2)
+    assert said["best"][0]["seconds"] <= said["best"][1]["seconds"]
+    assert {one["why"] for one in said["dropped"]} <= {"refused", "slower"}
+    assert piper.Strategy.from_json(where.read_text()).directives
+    assert (tmp_path / "search.png").stat().st_size > 1000
+
+
+def test_nothing_that_fits_is_exit_code_1(file: Path) -> None:
+    found = piper_("search", file, "--devices", 1, *RATES, "--memory", "1KiB")
+    assert found.exit_code == 1
+    assert "does not fit: " in found.stdout
+
+
+def test_options_narrow_the_search_of_a_built_in_model() -> None:
+    sizes = ("--dim", 16, "--layers", 2, "--heads", 2, "--kv-heads", 1, "--seq", 8, "--batch", 4)
+    narrowed = ("--pp", 2, "--schedule", "1f1b", "--microbatches", 2)
+    found = piper_("search", "--devices", 2, *sizes, *narrowed, *RATES, "--json")
+    assert found.exit_code == 0, found.output
+    (best,) = json.loads(found.stdout.splitlines()[-1])["best"]
+    assert (best["pp"], best["schedule"], best["microbatches"]) == (2, "one_f_one_b", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "say what things take"),
+        (("--flops", 1e9), "needs both"),
+        ((*RATES, "--profile", "x"), "say what things take"),
+        ((*RATES, "--ranks", 2), "uses --devices"),
+        ((*RATES, "--memory", "much"), "write it as 4GiB"),
+        ((*RATES, "--keep", "step"), "--keep: a search does not take this"),
+        ((*RATES, "--dp", 3), "--dp 3 does not divide --devices 2"),
+        ((*RATES, "--dp", 2, "--pp", 2), "do not come to --devices 2"),
+    ],
+)
+def test_a_search_asked_wrongly_is_exit_code_2(arguments: tuple, text: str) -> None:
+    found = piper_("search", "--devices", 2, *arguments)
+    assert found.exit_code == 2
+    assert text in found.stderr
+
+
+def test_a_strategy_is_no_target_of_a_search(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.json"
+    path.write_text(piper.strategies.pipeline("gpipe", ranks=1, num_microbatches=1).to_json())
+    found = piper_("search", path, "--devices", 2, *RATES)
+    assert found.exit_code == 2
+    assert "says a strategy, which is looked for here" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("4GiB", 2**32), ("1.5 KiB", 1536), ("100", 100), ("7B", 7)]
+)
+def test_bytes_on_the_command_line(text: str, nbytes: int) -> None:
+    assert bytes_of(text) == nbytes

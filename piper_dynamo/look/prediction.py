@@ -5,6 +5,7 @@ wrongly.
 """
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from click.core import ParameterSource
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.look.commands import REFUSED, Command, is_json, show_json, takes_target
+from piper_dynamo.train.config import schedule_name
 
 if TYPE_CHECKING:  # importing torch's compiler takes seconds
     from piper_dynamo.look.target import Target
@@ -22,7 +24,7 @@ if TYPE_CHECKING:  # importing torch's compiler takes seconds
 # Options of a training job that narrow a search; others say how, which the search decides.
 NARROWING = ("pp", "dp", "schedule", "microbatches", "zero")
 _DECIDED = ("ep", "bucket_mb", "prefetch", "keep", "capacity")
-_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @click.command(cls=Command)
@@ -99,7 +101,7 @@ def search(  # noqa: PLR0913  (an option each)
         target.inputs(),
         devices,
         costs=_costs_of(path, rates),
-        memory=None if memory is None else _bytes(memory),
+        memory=None if memory is None else bytes_of(memory),
         top=top,
         exhaustive=exhaustive or None,
         compile=target.compile,
@@ -130,6 +132,8 @@ def _narrowed(ctx: click.Context, devices: int) -> dict[str, Any]:
     decided = [f"--{name.replace('_', '-')}" for name in _DECIDED if name in asked]
     if decided:
         raise Misuse(f"{', '.join(decided)}: a search does not take this")
+    if "schedule" in asked:
+        asked["schedule"] = schedule_name(asked["schedule"])
     dp = asked.pop("dp", None)
     if dp is not None and devices % dp:
         raise Misuse(f"--dp {dp} does not divide --devices {devices}")
@@ -156,16 +160,14 @@ def _costs_of(path: str | None, rates: Mapping[str, float | None]) -> "CostsOf":
     return lambda chunks: Costs.roofline(chunks, **given)
 
 
-def _bytes(text: str) -> float:
-    """A number of bytes, with or without a unit."""
+def bytes_of(text: str) -> float:
+    """A number of bytes, with or without a unit, as `4GiB`."""
     from piper_dynamo.look.target import Misuse
 
-    number = text.rstrip("BIKMGTbikmgt ")
-    unit = text[len(number) :].strip().upper()
-    try:
-        return float(number) * _UNITS[unit.removesuffix("B") if unit == "B" else unit]
-    except (ValueError, KeyError) as error:
-        raise Misuse(f"--memory {text}: write it as 4GiB, 512MiB or a number of bytes") from error
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB|B|)", text)
+    if found is None:
+        raise Misuse(f"--memory {text}: write it as 4GiB, 512MiB or a number of bytes")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 PREDICTING = (profile, search)

@@ -108,7 +108,8 @@ def load_target(
         PiperError: The strategy is refused.
     """
     if path is None or path == "-":
-        return _of_config(config_of(options), "the options")
+        stages = None if needs_strategy else 0
+        return _of_config(config_of(options), "the options", stages=stages)
     found = Path(path)
     if not found.exists():
         raise Misuse(
@@ -118,6 +119,8 @@ def load_target(
                 hint="name a Python file, a strategy as JSON or a run folder of piper train",
             )
         )
+    if not needs_strategy and found.suffix != ".py":
+        raise Misuse(f"{path} says a strategy, which is looked for here: give a Python file")
     if found.is_dir():
         _refuse_options(given - {"compile"}, "a run folder's config.json says what it ran")
         return _of_folder(found)

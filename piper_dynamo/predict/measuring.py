@@ -65,7 +65,9 @@ def measure_chunks(chunks: Mapping[str, Chunk], mode: str) -> tuple[ChunkTime, .
         if not chunk.is_ragged and not any(exchange_of(n) for n in chunk.graph.nodes)
     }
     found = []
-    for key, chunk in tqdm(distinct.items(), "chunks", leave=False, delay=SHOW_AFTER_S):
+    for key, chunk in tqdm(
+        distinct.items(), "chunks", leave=False, delay=SHOW_AFTER_S, disable=None
+    ):
         function = compile_chunks({key: chunk}, mode)[key]
         took = _chunk_seconds(chunk, function)
         found.append(ChunkTime(key=key, seconds=took, features=features_of(chunk)))

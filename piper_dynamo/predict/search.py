@@ -28,7 +28,7 @@ from piper_dynamo.predict.bounds import chunks_of, lower_bound
 from piper_dynamo.predict.found import Dropped, Found, Search
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.space import Choice, Regions, Space
-from piper_dynamo.predict.stages import STAGE, flops_by_node, own_stages, regions_of
+from piper_dynamo.predict.stages import flops_by_node, own_stages, regions_of
 from piper_dynamo.schedules import SCHEDULES, Shape
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy
@@ -126,14 +126,14 @@ def _walk(
     """Plan choices, those with the lowest bounds first, until no other can be among the best."""
     dropped: list[Dropped] = []
     bounded: list[tuple[float, Choice]] = []
-    for choice in tqdm(choices, "bounds", leave=False, delay=SHOW_AFTER_S):
+    for choice in tqdm(choices, "bounds", leave=False, delay=SHOW_AFTER_S, disable=None):
         try:
             bounded.append((job.bound(choice), choice))
         except PiperError as error:
             dropped.append(Dropped(choice=choice, why="refused", detail=str(error)))
     bounded.sort()
     best: list[Found] = []
-    for bound, choice in tqdm(bounded, "plans", leave=False, delay=SHOW_AFTER_S):
+    for bound, choice in tqdm(bounded, "plans", leave=False, delay=SHOW_AFTER_S, disable=None):
         if not exhaustive and len(best) == top and bound > best[-1].seconds:
             text = f"takes at least {bound:.4g}, the last of the best {best[-1].seconds:.4g}"
             dropped.append(Dropped(choice=choice, why="slower", detail=text))
@@ -189,9 +189,11 @@ class _Job:
         Raises:
             PiperStrategyError: The model says other stages, or cannot be cut into so many.
         """
-        if self._own > 1 and stages != self._own:
+        if not self._own:
+            return regions_of(self._flops, stages)
+        if stages != self._own:
             raise PiperStrategyError(f"the model's own annotations name {self._own} stages")
-        return regions_of(self._flops, stages) if self._own <= 1 else None
+        return None
 
     def _sized(self, choice: Choice) -> Call:
         """The call of one replica."""
@@ -280,14 +282,11 @@ def _tags(graph: fx.GraphModule) -> Iterator[Mapping[str, Any]]:
 
 @contextmanager
 def _tagged(graph: fx.GraphModule, regions: Regions | None) -> Iterator[None]:
-    """While the graph is looked at, its stages are those of the regions."""
+    """While the graph is looked at, it has the tags of the regions."""
     nodes = [node for one in _graphs(graph) for node in one.graph.nodes]
     before = [node.meta.get("custom") for node in nodes]
     try:
         if regions:
-            for node, tags in zip(nodes, before, strict=True):
-                kept = {k: v for k, v in (tags or {}).items() if k.partition(ENTRY)[0] != STAGE}
-                node.meta["custom"] = kept
             tag_by_path(graph, regions)
         yield
     finally:

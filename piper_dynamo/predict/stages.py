@@ -51,7 +51,7 @@ def auto_stages(
         raise PiperStrategyError(f"auto_stages: num_stages is {num_stages!r}; give a number >= 1")
     now = look(model, Strategy(), example_inputs, 1, capture=True)
     graph = now.steps[-1].graph
-    if own_stages(graph) > 1:
+    if own_stages(graph):
         raise PiperStrategyError(
             format_error(
                 "the model says itself what its stages are",
