@@ -1,6 +1,5 @@
 """Replicas that are alike: one lowered, two proved, one simulated, as if it were all of them."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,17 +24,20 @@ COSTS = piper.Costs(F=1.0, BI=1.3, BW=0.6, comm=0.2, bandwidth=1e4)
 
 
 @contextmanager
-def told(alike: bool) -> Iterator[None]:
+def told(alike: bool, sync: bool = True) -> Iterator[None]:
+    def make(*args, **options) -> Plan:
+        return make_plan(*args, **{**options, "alike": alike, "sync": sync})
+
     torch._dynamo.reset()
-    with mock.patch.object(captured, "make_plan", functools.partial(make_plan, alike=alike)):
+    with mock.patch.object(captured, "make_plan", make):
         yield
 
 
-def both(model, strategy, batch, world: int) -> tuple[Plan, Plan]:
+def both(model, strategy, batch, world: int, *, sync: bool = True) -> tuple[Plan, Plan]:
     """The plan with all programs, and the one that lowers a replica at a time."""
     plans = []
     for alike in (False, True):
-        with told(alike):
+        with told(alike, sync):
             plans.append(piper.plan(model, strategy, batch, world))
     return plans[0], plans[1]
 
@@ -60,11 +62,12 @@ def test_one_replica_is_like_all(case: str) -> None:
     same_job(*both(Stack4(stages), strategy, rows(8), ranks * 3))
 
 
-def test_tied_parameters_are_like_all() -> None:
+@pytest.mark.parametrize(("zero", "sync"), [(0, True), (2, True), (0, False)])
+def test_tied_parameters_are_like_all(zero: int, sync: bool) -> None:
     strategy = piper.strategies.pipeline(
-        "one_f_one_b", ranks=2, num_microbatches=2, replicas=4, zero=2
+        "one_f_one_b", ranks=2, num_microbatches=2, replicas=4, zero=zero
     )
-    same_job(*both(TiedLM(), strategy, TiedLM.batch(), 8))
+    same_job(*both(TiedLM(), strategy, TiedLM.batch(), 8, sync=sync))
 
 
 def same_job(full: Plan, alike: Plan) -> None:

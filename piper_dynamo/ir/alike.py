@@ -63,22 +63,55 @@ def check_alike(pairs: Sequence[tuple[RankProgram, RankProgram]], groups: Groups
             elif instr.peer >= 0 and instr.peer not in other:
                 faults.append(f"{where(one, index)}: rank {instr.peer} is of another replica")
         faults += [
-            f"rank {one.rank}: {what} of argument {position} are on a part of a device group"
-            for what, held in (("contributions", one.contributors), ("blocks", one.shards))
-            for position, ranks in held
-            if any(0 < len(set(ranks) & set(group)) < len(group) for group in groups)
+            f"rank {one.rank}: blocks of argument {position} are on a part of a device group"
+            for position, ranks in one.shards
+            if ranks not in known
         ]
-        if not faults and _renamed(one, other) != two:
+        moved = {ranks: _moved(ranks, other, groups) for _, ranks in one.contributors}
+        faults += [
+            f"rank {one.rank}: contributions to argument {position} are of some replicas only"
+            for position, ranks in one.contributors
+            if moved[ranks] is None
+        ]
+        if not faults and _renamed(one, other, moved) != two:
             faults.append(f"rank {two.rank} does not do what rank {one.rank} does")
     return faults
 
 
-def _renamed(program: RankProgram, other: Mapping[int, int]) -> RankProgram:
+def _moved(
+    ranks: tuple[int, ...], other: Mapping[int, int], groups: Groups
+) -> tuple[int, ...] | None:
+    """What these ranks are for the other replica; None where they are not alike.
+
+    Of each device group they are all, none, or the replica's own.
+    """
+    found: set[int] = set()
+    for group in groups:
+        mine = set(ranks).intersection(group)
+        if len(mine) == len(group):
+            found |= mine
+        elif all(rank in other for rank in mine):
+            found.update(other[rank] for rank in mine)
+        else:
+            return None
+    return tuple(sorted(found))
+
+
+def _renamed(
+    program: RankProgram,
+    other: Mapping[int, int],
+    moved: Mapping[tuple[int, ...], tuple[int, ...] | None],
+) -> RankProgram:
     instrs = (
         replace(instr, peer=other[instr.peer]) if instr.peer >= 0 else instr
         for instr in program.instrs
     )
-    return replace(program, rank=other[program.rank], instrs=tuple(instrs))
+    return replace(
+        program,
+        rank=other[program.rank],
+        instrs=tuple(instrs),
+        contributors=tuple((p, moved[ranks] or ranks) for p, ranks in program.contributors),
+    )
 
 
 def part_of_job(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:

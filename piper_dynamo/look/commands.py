@@ -33,7 +33,7 @@ _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
 # Options of a job on one rank.
 ALONE: Mapping[str, Any] = {
     **{"pp": 1, "dp": 1, "ep": 1, "zero": 0, "microbatches": 1, "schedule": "gpipe"},
-    **{"bucket_mb": None, "capacity": None},
+    **{"bucket_mb": None, "prefetch": 1, "keep": "chunk", "capacity": None},
 }
 
 
