@@ -29,7 +29,7 @@ from piper_dynamo.train.config import Config
 from piper_dynamo.train.model import build
 
 RANKS = 2
-JOB = Config(dim=256, layers=4, heads=4, kv_heads=2, seq=128, batch=16, pp=2, microbatches=4)
+JOB = Config(dim=256, layers=4, heads=4, kv_heads=2, seq=64, batch=16, pp=2, microbatches=4)
 # What is measured of one device: rows per microbatch 1, 4 and 16, layers per chunk 1 to 6.
 FITTED = (
     *(
@@ -55,7 +55,7 @@ HELD_OUT = (
 )
 BAR_ERROR, BAR_RANKED = 0.10, 9
 BAR_WINNER = 1.05
-WARM, STEPS = 3, 15
+WARM, STEPS = 2, 11
 TOP = 10
 
 
