@@ -72,9 +72,10 @@ def planned(config: Config) -> piper.Plan:
     return piper.plan(build(config), config.strategy(), batch)
 
 
-def compiled(model: nn.Module, strategy: piper.Strategy, rows: int) -> Callable[[], None]:
+def compiled(
+    model: nn.Module, strategy: piper.Strategy, batch: tuple[torch.Tensor, torch.Tensor]
+) -> Callable[[], None]:
     """A step of this rank: forward, backward, and gradients dropped."""
-    batch = batch_of(rows, JOB.seq)
     step: Any = piper.compile(model, strategy, batch)
 
     def run() -> None:
@@ -91,7 +92,8 @@ def measured(configs: Sequence[Config]) -> list[float]:
     """The median time of each configuration's step, on the slowest rank; call it on every rank."""
     found = []
     for config in configs:
-        run = compiled(build(config), config.strategy(), config.batch // config.dp)
+        batch = batch_of(config.batch // config.dp, config.seq)
+        run = compiled(build(config), config.strategy(), batch)
         found.append(statistics.median(seconds(run, dist.barrier) for _ in range(STEPS)))
     return found
 
@@ -99,7 +101,8 @@ def measured(configs: Sequence[Config]) -> list[float]:
 def measured_in_turn(strategies: Sequence[tuple[str, int]]) -> list[float]:
     """The same of strategies, as JSON and with a replica's rows, a step of each at a time."""
     runs = [
-        compiled(build(ALONE, 0), piper.Strategy.from_json(text), rows) for text, rows in strategies
+        compiled(build(ALONE, 0), piper.Strategy.from_json(text), batch_of(rows, ALONE.seq))
+        for text, rows in strategies
     ]
     rounds = [[seconds(run, dist.barrier) for run in runs] for _ in range(STEPS)]
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
@@ -163,7 +166,8 @@ def ranked_right(one: int, predicted: Sequence[float], took: Sequence[float]) ->
 def winner() -> Iterator[Row]:
     """The search's best ten, measured in turn, and the first of them beside the fastest."""
     rows = JOB.batch
-    found = piper.search(build(ALONE, 0), batch_of(rows, JOB.seq), RANKS, costs=profile(), top=TOP)
+    batch = batch_of(rows, ALONE.seq)
+    found = piper.search(build(ALONE, 0), batch, RANKS, costs=profile(), top=TOP)
     click.echo(str(found))
     asked = [(one.strategy.to_json(), rows // one.choice.dp) for one in found.best]
     took: list[float] = piper.launch(functools.partial(measured_in_turn, asked), RANKS)[0]
