@@ -24,7 +24,7 @@ CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help env train test test-slow test-torch fuzz bench-pipeline bench-zero bench-experts \
-	bench-plan bench-init \
+	bench-plan bench-predict bench-init \
 	lint format docs clean
 
 help:
@@ -37,7 +37,8 @@ help:
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
-	@echo "make bench-plan   time of the proof, the simulation and planning by size"
+	@echo "make bench-plan   time of the proof, the simulation and planning by size, and for 4,096 ranks"
+	@echo "make bench-predict   predicted step times beside measured ones (needs an idle machine)"
 	@echo "make bench-init   memory of building a model of a billion parameters under deferred_init"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
@@ -92,6 +93,9 @@ bench-experts: $(READY)
 
 bench-plan: $(READY)
 	$(PY) -m benchmarks.plan $(ARGS)
+
+bench-predict: $(READY)
+	$(PY) -m benchmarks.predict $(ARGS)
 
 bench-init: $(READY)
 	$(PY) -m benchmarks.init $(ARGS)

@@ -37,6 +37,7 @@ setup(
         "piper_dynamo.moe",
         "piper_dynamo.passes",
         "piper_dynamo.pictures",
+        "piper_dynamo.predict",
         "piper_dynamo.runtime",
         "piper_dynamo.train",
     ],

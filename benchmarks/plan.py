@@ -1,4 +1,4 @@
-"""How long planning takes: the proof and the simulation by instructions, planning by tasks.
+"""How long planning takes: the proof and simulation by instructions, planning by tasks and ranks.
 
 make bench-plan
 make bench-plan ARGS="--only proof --json results.json"
@@ -12,7 +12,7 @@ import click
 import torch
 
 import piper_dynamo as piper
-from benchmarks import command, planning
+from benchmarks import command, many_ranks, planning
 from benchmarks.emulated import WIDTH, Chain
 from benchmarks.paired import PAIRS
 from benchmarks.report import Row, growth_row
@@ -76,7 +76,11 @@ def proof() -> Iterator[Row]:
     yield growth_row("proof", "instructions", found, BAR_EXPONENT)
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"proof": proof, "planning": planning.run}
+SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
+    "proof": proof,
+    "planning": planning.run,
+    "ranks": many_ranks.run,
+}
 
 
 @click.command()

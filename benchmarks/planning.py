@@ -11,7 +11,7 @@ import torch
 import piper_dynamo as piper
 from benchmarks.emulated import WIDTH, Chain
 from benchmarks.report import Row, growth_row
-from piper_dynamo import step as stepping
+from piper_dynamo import captured
 from piper_dynamo.ir.program import Op
 
 STAGES = 8
@@ -27,7 +27,7 @@ def plan_seconds(microbatches: int) -> tuple[int, float, float]:
     Both by the clock and of the processor, which tells whether the machine was busy.
     """
     spent = []
-    make = stepping.make_plan
+    make = captured.make_plan
 
     def timed(*args: Any, **kwargs: Any) -> piper.Plan:
         gc.collect()
@@ -38,7 +38,7 @@ def plan_seconds(microbatches: int) -> tuple[int, float, float]:
 
     x = torch.zeros(microbatches, WIDTH)
     strategy = piper.strategies.pipeline("one_f_one_b", ranks=STAGES, num_microbatches=microbatches)
-    with mock.patch.object(stepping, "make_plan", timed):
+    with mock.patch.object(captured, "make_plan", timed):
         for _ in range(REPEATS):
             plan = piper.plan(Chain(STAGES), strategy, (x, x.clone()), world_size=STAGES)
     return sum(i.op is Op.RUN for p in plan.programs for i in p.instrs), *min(spent)

@@ -41,8 +41,16 @@ class Draft:
     received: dict[str, str] = field(default_factory=dict)
 
 
-def lower(dag: Dag, order: dict[tuple[int, ...], list[Node]]) -> list[Draft]:
-    """One draft per rank, in rank order."""
+def lower(
+    dag: Dag, order: Mapping[tuple[int, ...], list[Node]], place: int | None = None
+) -> list[Draft]:
+    """One draft per rank, in rank order.
+
+    Args:
+        dag: The distributed DAG.
+        order: Every device group's tasks in the order they run.
+        place: Only of the ranks at this place of their groups; None: of all.
+    """
     position = {node: i for i, node in enumerate(dag.graph.nodes)}
     region_index = {region: i for i, region in enumerate(dag.regions)}
     by_group: dict[tuple[int, ...], list[Node]] = {devices: [] for devices in order}
@@ -53,8 +61,10 @@ def lower(dag: Dag, order: dict[tuple[int, ...], list[Node]]) -> list[Draft]:
     edges = _order_edges(dag)
     drafts: dict[int, Draft] = {}
     for devices, tasks in order.items():
-        for place, rank in enumerate(devices):
-            lowering = _Lowering(dag, rank, place, position, region_index, edges)
+        for at, rank in enumerate(devices):
+            if place not in (None, at):
+                continue
+            lowering = _Lowering(dag, rank, at, position, region_index, edges)
             lowering.run(tasks, by_group[devices])
             drafts[rank] = lowering.draft
     return [drafts[rank] for rank in sorted(drafts)]
@@ -338,8 +348,7 @@ class _Lowering:
     def _wait(self, node: Node, task: Task) -> None:
         sent = node.args[0]
         assert isinstance(sent, Node)
-        source = sent.kwargs["source"]
-        assert isinstance(source, tuple | list)
+        source = sent.meta["ranks"]["source"]
         handle = f"h_{node.name}"
         self.draft.received[handle] = sent.name
         self.draft.instrs.append(
@@ -348,7 +357,7 @@ class _Lowering:
                 task=str(task.name or task.label),
                 outputs=(node.name,),
                 inputs=(handle,),
-                peer=int(str(source[self.place])),
+                peer=source[self.place],
                 spec=node.meta["spec"],
                 nbytes=(0,),
                 stream=task.stream,
@@ -365,12 +374,11 @@ class _Lowering:
         new = (spec.nbytes,) if spec is not None else ()
         match task.kind:
             case Kind.SEND:
-                target = node.kwargs["target"]
-                assert isinstance(target, tuple | list)
+                target = node.meta["ranks"]["target"]
                 instr = Instr(
                     op=Op.SEND,
                     inputs=(inputs[0],),
-                    peer=int(str(target[self.place])),
+                    peer=target[self.place],
                     spec=spec,
                     target=node.name,  # becomes the position in the channel
                     stream=task.stream,
@@ -415,10 +423,9 @@ class _Lowering:
 
     def _collective(self, node: Node, task: Task) -> None:
         """Start a collective; whoever uses its values first waits for it."""
-        groups, sources = node.kwargs["groups"], node.args[0]
-        assert isinstance(groups, tuple | list)
+        groups, sources = node.meta["ranks"]["groups"], node.args[0]
         assert isinstance(sources, tuple | list)
-        (group,) = [g for g in groups if isinstance(g, tuple | list) and self.rank in g]
+        (group,) = [g for g in groups if self.rank in g]
         for source in node.all_input_nodes:
             self._ensure(source)
         if node in self.issued:  # its last input set it off
@@ -431,7 +438,7 @@ class _Lowering:
                 task=task.label,
                 outputs=(f"h_{node.name}",),
                 inputs=tuple(str(s) for s in sources),
-                group=tuple(int(str(r)) for r in group),
+                group=group,
                 specs=specs,
                 nbytes=tuple(self._new_bytes(task.kind, spec, len(group)) for spec in specs),
                 stream=task.stream,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch.fx.node import Node
 
 from piper_dynamo.costs import Costs, durations, sent_bytes
+from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, is_pick, producer, task_of
 from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Pass, RegionId, TaskName
 
@@ -74,7 +75,7 @@ class _Scheduler:
         index = {node: i for i, node in enumerate(self.nodes)}
         self.successors, self.waiting = _edges(dag, self.nodes, index)
         self.names = [task_of(n).name if _runs(n) else None for n in self.nodes]
-        self.cost, self.taken = _costs(self.nodes, self.names, costs, halves)
+        self.cost, self.taken = _costs(self.nodes, self.names, costs, halves, dag.chunks)
         sweep = _in_dataflow(self.successors, self.waiting)
         self.way = _way_to_end(self.successors, sweep, self.cost)
         self.way_in_group = _way_in_group(self.nodes, self.successors, sweep, self.cost)
@@ -192,27 +193,33 @@ def _costs(
     names: list[TaskName | None],
     costs: Costs | None,
     halves: Mapping[str, tuple[bool, bool]],
+    chunks: Mapping[str, Chunk],
 ) -> tuple[list[float], list[float]]:
     """How long each node takes, and how long of that it takes its link."""
     if costs is None:
         of_names = [COST[name.which] if name is not None else 0.0 for name in names]
         exchanges = [EXCHANGE_COST * (task_of(n).kind in ROW_EXCHANGES) for n in nodes]
         return [a + b for a, b in zip(of_names, exchanges, strict=True)], [0.0] * len(nodes)
-    spent = durations([name for name in names if name is not None], costs, halves)
+    keys = {
+        name: chunks[str(node.target)].key
+        for node, name in zip(nodes, names, strict=True)
+        if name is not None
+    }
+    spent = durations(keys, costs, halves)
     taken = [costs.on_link(_sent_bytes(node)) for node in nodes]
     cost = list(taken)
     for vertex, (node, name) in enumerate(zip(nodes, names, strict=True)):
         if name is not None:
             cost[vertex] = spent[str(name)]
         elif task_of(node).kind in COLLECTIVE_KINDS | {Kind.SEND}:
-            cost[vertex] += costs.comm
+            cost[vertex] += costs.after_link(task_of(node).kind)
     return cost, taken
 
 
 def _link(node: Node) -> object:
     """What has one transfer at a time: a channel between two ranks, or a communicator."""
     task = task_of(node)
-    return (task.devices, task.stream, node.kwargs.get("target"))
+    return (task.devices, task.stream, node.meta.get("ranks", {}).get("target"))
 
 
 def _sent_bytes(node: Node) -> float:
@@ -221,9 +228,7 @@ def _sent_bytes(node: Node) -> float:
         return sent_bytes(kind, [node.meta["spec"]], 2)
     if kind not in COLLECTIVE_KINDS:
         return 0.0
-    groups = node.kwargs["groups"]
-    assert isinstance(groups, tuple | list)
-    assert isinstance(groups[0], tuple | list)
+    groups = node.meta["ranks"]["groups"]
     return sent_bytes(kind, [u.meta["spec"] for u in node.users if is_pick(u)], len(groups[0]))
 
 

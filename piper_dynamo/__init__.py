@@ -35,6 +35,10 @@ from piper_dynamo.errors import (
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.pending import materialize
 from piper_dynamo.planning import Plan
+from piper_dynamo.predict.measuring import profile
+from piper_dynamo.predict.profile import Profile
+from piper_dynamo.predict.search import search
+from piper_dynamo.predict.stages import auto_stages
 from piper_dynamo.runtime.launch import launch, rank, world_size
 from piper_dynamo.strategy import Order, Place, Replicate, Shard, Split, Strategy
 from piper_dynamo.weights import load_state_dict
@@ -54,11 +58,13 @@ __all__ = [
     "PiperTimeoutError",
     "Place",
     "Plan",
+    "Profile",
     "Replicate",
     "Shard",
     "Split",
     "Strategy",
     "annotate",
+    "auto_stages",
     "clip_grad_norm_",
     "compile",
     "data_rank",
@@ -76,11 +82,13 @@ __all__ = [
     "parameters",
     "plan",
     "prepare",
+    "profile",
     "rank",
     "record",
     "save_checkpoint",
     "save_checkpoint_async",
     "schedules",
+    "search",
     "state_dict",
     "strategies",
     "world_size",

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 __all__ = [
     "BackendCompilerFailed",
@@ -41,6 +42,7 @@ __all__ = [
     "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
+    "FlopCounterMode",
     "ShapeEnv",
     "TensorifyScalarRestartAnalysis",
     "TorchDynamoException",
@@ -57,6 +59,7 @@ __all__ = [
     "example_of",
     "fake_tracing",
     "fixed_size",
+    "flops_of",
     "graph_break_of",
     "inductor_backend",
     "is_marked_dynamic",
@@ -567,3 +570,12 @@ def storage_info(file: str, start: int, num_bytes: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, start, num_bytes)
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of an operator on fake values; 0 where torch has no formula."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))

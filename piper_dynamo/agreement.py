@@ -17,7 +17,8 @@ from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_err
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.pending import InitFn, fill, identity, source_of
-from piper_dynamo.planning import Plan, replicas_of
+from piper_dynamo.planning import Plan
+from piper_dynamo.programs import replicas_of
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.sharding import digest
 

@@ -92,11 +92,37 @@ def plan(
     Raises:
         PiperError: The model, the strategy or the inputs are refused, or the plan is unsafe.
     """
-    step = _step(model, strategy, options)
     ranks = [d for p in strategy.of(Place) for d in p.devices]
     world = world_size if world_size is not None else max(ranks, default=0) + 1
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise PiperPlanError(f"world_size is {world!r}; give a number of ranks >= 1")
+    now = look(model, strategy, example_inputs, world, **options)
+    return now.plans[-1]
+
+
+def look(
+    model: nn.Module,
+    strategy: Strategy,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    world_size: int,
+    *,
+    capture: bool = False,
+    **options: Any,
+) -> Session:
+    """Call a model without devices, weights or processes: its captured steps, calls and plans.
+
+    Args:
+        model: The single-device model; meta models are welcome.
+        strategy: How the step is distributed.
+        example_inputs: As for `compile`.
+        world_size: How many ranks.
+        capture: Only capture it, without a plan.
+        options: As for `compile`.
+
+    Raises:
+        PiperError: The model, the strategy or the inputs are refused, or a plan is unsafe.
+    """
+    step = _step(model, strategy, options)
     args, kwargs = _arguments(example_inputs)
     given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     device = next((v.device for v in given if not v.is_meta), torch.device("cpu"))
@@ -104,11 +130,11 @@ def plan(
         lambda v: stand_in(v, device) if isinstance(v, torch.Tensor) and v.is_meta else v,
         (args, kwargs),
     )
-    with _stood_for(model, device), session(world) as now:
+    with _stood_for(model, device), session(world_size, capture=capture) as now:
         _call(step, now, args, kwargs)
-    if not now.plans:
+    if not now.steps:
         raise PiperCaptureError("the model computes nothing on tensors: there is nothing to plan")
-    return now.plans[-1]
+    return now
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

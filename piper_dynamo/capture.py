@@ -100,8 +100,8 @@ def trace(
             has several possible losses.
     """
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-    fakes = _fake_args(mode, args, numbers, batch_dims, num_microbatches)
-    full = _fake_args(mode, args, numbers, {}, 1)
+    fakes = fake_args(mode, args, numbers, batch_dims, num_microbatches)
+    full = fake_args(mode, args, numbers, {}, 1)
     results = _fake_run(gm, fakes, mode, args)
     at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, args)
     loss = _choose_loss(results, at_full, loss, paths, training=training)
@@ -191,7 +191,7 @@ def _size_of(source: Any) -> tuple[str, int] | None:
     return user_name(source.base, ""), int(source.idx)
 
 
-def _fake_args(
+def fake_args(
     mode: compat.FakeTensorMode,
     args: tuple[Arg, ...],
     numbers: dict[int, Any],

@@ -16,6 +16,7 @@ import click
 from piper_dynamo.errors import PiperError, PiperStrategyError
 from piper_dynamo.look.commands import COMMANDS
 from piper_dynamo.look.options import option_of
+from piper_dynamo.look.prediction import PREDICTING
 from piper_dynamo.runtime.launch import launch
 from piper_dynamo.train.config import Config, schedule_name
 from piper_dynamo.train.resume import find_checkpoint
@@ -40,7 +41,7 @@ def main() -> None:
     """Run ordinary PyTorch models as distributed programs."""
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, *PREDICTING):
     main.add_command(_command)
 
 

@@ -5,14 +5,16 @@ The scheduler, the simulator and emulated devices share it.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from piper_dynamo.errors import PiperStrategyError, format_error
+from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, Pass, TaskName
+from piper_dynamo.ir.work import Work, work_by_operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +31,16 @@ class Costs:
             and does not slow the others.
         of: Instead of F, BI and BW: the cost of a task, as a function of its name and what of
             it is there.
+        chunks: Instead of these: the cost of each chunk, by its key, whatever runs it.
+        skew: What a collective takes beside `comm`, since its ranks do not start it at once.
+        host: What issuing an instruction takes of its rank, by what it does (`Op`).
+        call: What a rank does before its first instruction.
+        slowdown: How much longer chunks take while 1, 2, ... ranks compute, where these share a
+            machine; for more of them, as the last says. Empty: each has its own.
 
     Raises:
-        PiperStrategyError: `comm` is negative or not finite, or `bandwidth` is not above 0.
+        PiperStrategyError: `comm`, `skew`, `call` or one of `host` is negative or not finite,
+            `bandwidth` is not above 0, a slowdown is below 1, or `of` and `chunks` are both there.
     """
 
     F: float = 1.0
@@ -40,20 +49,78 @@ class Costs:
     comm: float = 0.0
     bandwidth: float | None = None
     of: Callable[[TaskName], float] | None = None
+    chunks: Mapping[str, float] | None = None
+    skew: float = 0.0
+    host: Mapping[Op, float] = field(default_factory=dict)
+    call: float = 0.0
+    slowdown: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse links that carry nothing."""
-        if not 0 <= self.comm < math.inf:
-            raise PiperStrategyError(f"Costs: comm is {self.comm!r}; give a time, 0 or above")
+        """Refuse links that carry nothing, and times that cannot be."""
+        times = {"comm": self.comm, "skew": self.skew, "call": self.call}
+        times |= {f"host of {op}": time for op, time in self.host.items()}
+        for name, time in times.items():
+            if not 0 <= time < math.inf:
+                raise PiperStrategyError(f"Costs: {name} is {time!r}; give a time, 0 or above")
+        if any(not 1 <= factor < math.inf for factor in self.slowdown):
+            raise PiperStrategyError(
+                f"Costs: slowdown is {self.slowdown!r}; give factors of at least 1"
+            )
+        if self.of is not None and self.chunks is not None:
+            raise PiperStrategyError("Costs: of and chunks both say what tasks take; give one")
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise PiperStrategyError(
                 f"Costs: bandwidth is {self.bandwidth!r}; give bytes per unit of time, above 0, or "
                 "None where size does not matter"
             )
 
+    @classmethod
+    def roofline(
+        cls,
+        chunks: Mapping[str, Chunk],
+        *,
+        flops: float,
+        memory_bandwidth: float,
+        alpha: float = 0.0,
+        bandwidth: float | None = None,
+        skew: float = 0.0,
+    ) -> "Costs":
+        """Costs of what the hardware is said to do at best (Williams et al. 2009, roofline).
+
+        An operator takes as long as its arithmetic or its memory traffic, whichever is longer, and
+        a chunk the sum of its operators: of a fused chunk, whose operators share their traffic,
+        that is too much.
+
+        Args:
+            chunks: Those of the plan, `plan.chunks`.
+            flops: Floating-point operations that a device does in a unit of time.
+            memory_bandwidth: Bytes that it reads and writes in a unit of time.
+            alpha: What a message or collective takes whatever its size.
+            bandwidth: Bytes that a link carries in a unit of time; None: any number.
+            skew: What a collective takes beside that.
+
+        Raises:
+            PiperStrategyError: A rate is not above 0, or a time is below 0.
+        """
+        for name, rate in (("flops", flops), ("memory_bandwidth", memory_bandwidth)):
+            if not rate > 0:
+                raise PiperStrategyError(
+                    f"Costs.roofline: {name} is {rate!r}; give a number per unit of time, above 0"
+                )
+
+        def time(work: Work) -> float:
+            return max(work.flops / flops, work.nbytes / memory_bandwidth)
+
+        took = {c.key: sum(map(time, work_by_operator(c.graph))) for c in chunks.values()}
+        return cls(chunks=took, comm=alpha, bandwidth=bandwidth, skew=skew)
+
     def on_link(self, nbytes: float) -> float:
         """How long a link is taken by so many bytes."""
         return nbytes / self.bandwidth if self.bandwidth is not None else 0.0
+
+    def after_link(self, kind: Kind) -> float:
+        """How long a transfer that has been carried takes to arrive."""
+        return self.comm + (self.skew if kind is not Kind.SEND else 0.0)
 
 
 def sent_bytes(kind: Kind, specs: Sequence[TensorSpec], size: int) -> float:
@@ -92,28 +159,35 @@ def sent_bytes(kind: Kind, specs: Sequence[TensorSpec], size: int) -> float:
             assert_never(kind)
 
 
-def tasks_run(programs: Sequence[RankProgram]) -> list[TaskName]:
-    """The tasks of all ranks, each once."""
-    texts = dict.fromkeys(i.task for p in programs for i in p.instrs if i.op is Op.RUN)
-    return [TaskName.parse(text) for text in texts]
+def tasks_run(programs: Sequence[RankProgram]) -> dict[TaskName, str]:
+    """The tasks of all ranks, each once, and the key of the chunk that each runs."""
+    keys: dict[str, str] = {}
+    for program in programs:
+        of = dict(program.chunks)
+        keys |= {i.task: of[i.target] for i in program.instrs if i.op is Op.RUN}
+    return {TaskName.parse(text): key for text, key in keys.items()}
 
 
 def durations(
-    tasks: Iterable[TaskName], costs: Costs, halves: Mapping[str, tuple[bool, bool]]
+    tasks: Mapping[TaskName, str], costs: Costs, halves: Mapping[str, tuple[bool, bool]]
 ) -> dict[str, float]:
     """How long each task takes; chunks of one (PP, MB, PASS) share its cost.
 
     Args:
-        tasks: Those of all ranks that do something, each once.
+        tasks: Those of all ranks that do something, and the key of the chunk that each runs.
         costs: What things cost.
         halves: For each region: whether it has input-gradient work, and weight-gradient work.
 
     Raises:
-        PiperStrategyError: A task would take no finite time of at least 0.
+        PiperStrategyError: A task would take no finite time of at least 0, or the costs are by
+            chunk and lack one.
     """
-    names = list(tasks)
-    sharers = Counter(_shared_by(name) for name in names)
-    found = {str(name): _cost(name, costs, halves) / sharers[_shared_by(name)] for name in names}
+    if costs.chunks is not None:
+        _refuse_unknown(tasks, costs.chunks)
+        found = {str(name): costs.chunks[key] for name, key in tasks.items()}
+    else:
+        sharers = Counter(map(_shared_by, tasks))
+        found = {str(n): _cost(n, costs, halves) / sharers[_shared_by(n)] for n in tasks}
     wrong = [f"{task}: {time!r}" for task, time in found.items() if not 0 <= time < math.inf]
     if wrong:
         raise PiperStrategyError(
@@ -124,6 +198,18 @@ def durations(
             )
         )
     return found
+
+
+def _refuse_unknown(tasks: Mapping[TaskName, str], chunks: Mapping[str, float]) -> None:
+    missing = [f"{task}: {key}" for task, key in tasks.items() if key not in chunks]
+    if missing:
+        raise PiperStrategyError(
+            format_error(
+                "the costs are by chunk, and say nothing of some",
+                {"tasks": "\n".join(missing[:5] + ["..."] * (len(missing) > 5))},
+                hint="make the costs of this plan's chunks, plan.chunks, or of a profile",
+            )
+        )
 
 
 def _shared_by(name: TaskName) -> tuple[object, ...]:

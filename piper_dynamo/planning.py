@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
@@ -24,23 +23,18 @@ from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
 from piper_dynamo.ir.joint import Arg
 from piper_dynamo.ir.meaning import Meaning, as_placed, meaning_of
 from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
-from piper_dynamo.ir.task import Pass, RegionId
+from piper_dynamo.ir.task import RegionId
 from piper_dynamo.ir.verify import verify
-from piper_dynamo.lowering.apart import keep_apart
-from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
 from piper_dynamo.lowering.emit import emit
-from piper_dynamo.lowering.lower import finish, lower
-from piper_dynamo.lowering.memory import free_dead, memory_curve, peak_bytes
+from piper_dynamo.lowering.memory import memory_curve
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
-from piper_dynamo.lowering.sums import add_in_chunks
 from piper_dynamo.measure import measured_costs, measured_step
 from piper_dynamo.moe.capacity import Capacity
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Bound, set_capacities
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
-from piper_dynamo.passes.gather import Gather
 from piper_dynamo.passes.order import Order, named_halves
 from piper_dynamo.passes.partition import Partitioner
 from piper_dynamo.passes.pieces import Cuts
@@ -56,6 +50,8 @@ from piper_dynamo.passes.transfer import Transfer
 from piper_dynamo.pictures import save
 from piper_dynamo.pictures.graph import draw_graph
 from piper_dynamo.plan_checks import check_two_programs, check_weight_inputs
+from piper_dynamo.predict.profile import Profile
+from piper_dynamo.programs import NUM_PASSES, AlikePrograms, programs_of, replicas_of
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective
@@ -112,7 +108,8 @@ class Plan:
     Attributes:
         strategy: What was asked for.
         world_size: How many ranks.
-        programs: Every rank's program, in rank order.
+        programs: Every rank's program, in rank order; where there are many alike replicas, lowered
+            when they are asked for.
         dag: The distributed DAG.
         args: The captured call's arguments.
         changed: Positions of the buffers that a step changes.
@@ -125,7 +122,7 @@ class Plan:
 
     strategy: Strategy
     world_size: int
-    programs: tuple[RankProgram, ...]
+    programs: Sequence[RankProgram]
     dag: Dag
     args: tuple[Arg, ...]
     changed: frozenset[int]
@@ -152,18 +149,39 @@ class Plan:
             raise PiperPlanError(f"rank {rank} is outside the world of {self.world_size} ranks")
         return Program(rank_program=self.programs[rank])
 
+    @property
+    def distinct(self) -> Sequence[RankProgram]:
+        """The programs that say it all: of one replica, if many are alike, or of all ranks."""
+        if isinstance(self.programs, AlikePrograms):
+            return self.programs.replica(0)
+        return self.programs
+
+    @property
+    def stands_for(self) -> Mapping[int, int]:
+        """For each rank, the one that does the same in `distinct`."""
+        if isinstance(self.programs, AlikePrograms):
+            return self.programs.stands_for
+        return {rank: rank for rank in range(self.world_size)}
+
     def verify(self) -> None:
         """Prove the programs safe and right; raises PiperPlanError listing every fault."""
-        verify(self.programs, self.meaning, replicas_of(self.groups))
+        if isinstance(self.programs, AlikePrograms):
+            self.programs.verify(self.meaning)
+        else:
+            verify(self.programs, self.meaning, replicas_of(self.groups))
 
-    def simulate(self, costs: Costs | None = None) -> Simulation:
-        """The step on an ideal machine with the given costs."""
-        return simulate(self.programs, costs or Costs(), self.halves)
+    def simulate(self, costs: Costs | Profile | None = None) -> Simulation:
+        """The step on an ideal machine with the given costs, or on a measured one.
 
-    def timeline(self, costs: Costs | None = None) -> Timeline:
+        Of many alike replicas one is simulated: all do the same at the same time.
+        """
+        found = costs.costs(self.chunks) if isinstance(costs, Profile) else costs or Costs()
+        return simulate(self.distinct, found, self.halves, self.stands_for)
+
+    def timeline(self, costs: Costs | Profile | None = None) -> Timeline:
         """The simulated step, with what each rank's step holds over time."""
         found = self.simulate(costs)
-        for program, starts in zip(self.programs, found.starts, strict=True):
+        for program, starts in zip(self.distinct, found.starts, strict=True):
             curve = memory_curve(program, self.dag.chunks, starts)
             found.timeline.memory[program.rank] = curve
         return found.timeline
@@ -171,7 +189,7 @@ class Plan:
     def plot(
         self,
         path: str | Path,
-        costs: Costs | None = None,
+        costs: Costs | Profile | None = None,
         *,
         unit: str = "units of cost",
         run: str | Path | None = None,
@@ -180,7 +198,8 @@ class Plan:
 
         Args:
             path: .png, .svg, .html (with zoom and hover) or .json (a trace for Perfetto).
-            costs: What things cost; None: every pass of a region 1, or what it took in `run`.
+            costs: What things cost, or a profile, whose unit is seconds; None: every pass of a
+                region 1, or what it took in `run`.
             unit: The unit of the costs; "s" where they are seconds, as beside a run they must be.
             run: A run folder, whose measured step is drawn below the predicted one.
         """
@@ -198,11 +217,14 @@ class Plan:
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         """The ranks that hold each parameter and buffer, by argument position."""
+        alike: dict[int, list[int]] = {}
+        for rank, first in self.stands_for.items():
+            alike.setdefault(first, []).append(rank)
         found: dict[int, list[int]] = {}
-        for program in self.programs:
+        for program in self.distinct:
             for _, position in program.state:
-                found.setdefault(position, []).append(program.rank)
-        return {position: tuple(ranks) for position, ranks in found.items()}
+                found.setdefault(position, []).extend(alike[program.rank])
+        return {position: tuple(sorted(ranks)) for position, ranks in found.items()}
 
     def layouts(self, rank: int) -> dict[int, Layout]:
         """How a rank holds each replicated parameter, by argument position."""
@@ -228,7 +250,7 @@ class Plan:
 
     def communicators(self) -> list[Group]:
         """What ranks must create before the first step, in one order."""
-        found = {i.communicator for p in self.programs for i in p.instrs if i.group}
+        found = {i.communicator for p in self.distinct for i in p.instrs if i.group}
         for (_, devices), layout in self.dag.layouts.items():
             groups = layout.groups
             found.update((STATE, ranks) for ranks in (devices, *groups, *copy_groups(groups)))
@@ -237,7 +259,7 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash of all ranks' programs: ranks may run a step together iff theirs are equal."""
         if not self._fingerprint:
-            text = "\n".join(self._identity(p) for p in self.programs)
+            text = "\n".join([repr(self.groups), *map(self._identity, self.distinct)])
             self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         return self._fingerprint
 
@@ -261,8 +283,9 @@ class Plan:
     def summary(self) -> str:
         """Ranks, what they hold, run and exchange, and predicted memory, as a table."""
         return summarize(
-            self.programs,
+            self.distinct,
             self.args,
+            world_size=self.world_size,
             replicas=max(map(len, self.groups), default=1),
             num_microbatches=self.dag.num_microbatches,
             training=self.dag.training,
@@ -274,7 +297,7 @@ class Plan:
         return self.summary()
 
 
-NUM_PASSES = 9  # of the table in docs/how-it-works.md; the second part needs the split DAG
+MANY_RANKS = 64  # from so many on, one replica stands for all that are alike
 
 _templates: dict[tuple[Any, ...], Template] = {}
 
@@ -449,7 +472,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
 
 
 @resting_collector()
-def make_plan(
+def make_plan(  # noqa: PLR0913
     template: Template,
     strategy: Strategy,
     world_size: int,
@@ -459,6 +482,7 @@ def make_plan(
     costs: Costs | None = None,
     outputs_everywhere: bool = False,
     sync: bool = True,
+    alike: bool | None = None,
 ) -> Plan:
     """Apply a strategy to a captured model, lower it and prove the result safe.
 
@@ -471,6 +495,8 @@ def make_plan(
         costs: What tasks and messages take, where what Orders leave open is to be filled by it.
         outputs_everywhere: Whether every rank gets the outputs.
         sync: Whether gradients are reduced over replicas in this step.
+        alike: Whether one replica stands for all where they are alike, which takes less time and
+            memory; None: from 64 ranks on.
 
     Raises:
         PiperPlanError: The strategy cannot be applied, or the plan is unsafe.
@@ -505,12 +531,16 @@ def make_plan(
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
     order = schedule(dag, costs, template.halves)
-    programs = lower_all(dag, world_size, order, adding=compile_mode == "aten")
-    if callable(split.loss):
-        check_weight_inputs(split.loss, programs, template.args)
     groups = tuple(sorted({task_of(node).devices for node in dag.tasks()}))
-    verify(programs, meaning, replicas_of(groups))
-    return Plan(
+    programs = programs_of(
+        dag,
+        world_size,
+        order,
+        groups,
+        adding=compile_mode == "aten",
+        alike=world_size >= MANY_RANKS if alike is None else alike,
+    )
+    plan = Plan(
         strategy=strategy,
         world_size=world_size,
         programs=programs,
@@ -523,51 +553,10 @@ def make_plan(
         groups=groups,
         meaning=meaning,
     )
-
-
-def replicas_of(groups: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Which replica each rank belongs to."""
-    return {rank: place for devices in groups for place, rank in enumerate(devices)}
-
-
-def lower_all(
-    dag: Dag,
-    world_size: int,
-    order: dict[tuple[int, ...], list[Node]] | None = None,
-    *,
-    adding: bool = False,
-) -> tuple[RankProgram, ...]:
-    """Lower a distributed DAG to every rank's program.
-
-    Args:
-        dag: The DAG.
-        world_size: How many ranks.
-        order: Every device group's tasks in the order they run; None: as `schedule` finds it.
-        adding: Whether chunks may add gradients to their sums.
-    """
-    order = schedule(dag) if order is None else order
-    if dag.training and dag.loss is None:
-        order = {devices: _forward_first(tasks) for devices, tasks in order.items()}
-    run_passes(dag, [Gather(order)], done=NUM_PASSES - 1, total=NUM_PASSES)
-    drafts = lower(dag, order)
-    for draft in drafts:
-        keep_apart(draft)
-    number_messages(drafts)
-    for draft in drafts:
-        post_receives(draft)
-    drain_sends(drafts)
-    programs = []
-    for draft in drafts:
-        program = finish(dag, draft, world_size)
-        program = free_dead(add_in_chunks(program, dag.chunks) if adding else program)
-        programs.append(replace(program, peak_bytes=peak_bytes(program, dag.chunks)))
-    return tuple(programs)
-
-
-def _forward_first(tasks: list[Node]) -> list[Node]:
-    names = [(task_of(node).name, node) for node in tasks]
-    forward = [node for name, node in names if name is not None and name.which is Pass.F]
-    return forward + [node for name, node in names if name is None or name.which is not Pass.F]
+    if callable(split.loss):
+        check_weight_inputs(split.loss, plan.distinct, template.args)
+    plan.verify()
+    return plan
 
 
 def data_dims(args: Sequence[Arg], split: SplitDirective) -> dict[int, int]:

@@ -5,12 +5,11 @@ call (see `state.py`).
 """
 
 import functools
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
 from piper_dynamo.agreement import agree, announcement, check_copies, compare
 from piper_dynamo.binding import bind, executor_of
+from piper_dynamo.captured import Call, CapturedStep
 from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import (
-    PiperCaptureError,
     PiperRuntimeError,
     PiperTimeoutError,
     format_error,
@@ -36,12 +35,7 @@ from piper_dynamo.options import Options
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import (
     Plan,
-    capacities_of,
-    cuts_of,
-    data_dims,
-    make_plan,
     split_of,
-    template_of,
 )
 from piper_dynamo.runtime.comm import STATE, Communicator
 from piper_dynamo.runtime.executor import Executor, StepResults
@@ -49,7 +43,6 @@ from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.sharding import take_block
 from piper_dynamo.state import Record, StepState, absent_output, attach, attach_outputs, record_of
 from piper_dynamo.strategy import Replicate as ReplicateDirective
-from piper_dynamo.strategy import Strategy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +55,9 @@ class Session:
             known.
         paths: The user's path of each graph output, once known.
         probe: Only look at the structure of the output.
+        capture: Only capture the call, without a plan.
         steps: The compiled steps that the call reached.
+        calls: What each was called with.
         plans: Their plans.
     """
 
@@ -70,7 +65,9 @@ class Session:
     loss: int | None = None
     probe: bool = False
     paths: dict[int, str] = field(default_factory=dict)
+    capture: bool = False
     steps: list["CompiledStep"]
+    calls: list[Call]
     plans: list[Plan]
 
 
@@ -78,9 +75,9 @@ _sessions = threading.local()
 
 
 @contextmanager
-def session(world_size: int | None) -> Iterator[Session]:
+def session(world_size: int | None, *, capture: bool = False) -> Iterator[Session]:
     """Calls of compiled steps inside plan or prepare, and return stand-ins for their outputs."""
-    found = Session(world_size=world_size, steps=[], plans=[])
+    found = Session(world_size=world_size, capture=capture, steps=[], calls=[], plans=[])
     _sessions.now = found
     try:
         yield found
@@ -106,26 +103,14 @@ class Entry:
     adopted: StepState | None = None
 
 
-class CompiledStep:
+class CompiledStep(CapturedStep):
     """The callable that Dynamo's code runs with the graph's arguments."""
 
     def __init__(
         self, gm: fx.GraphModule, args: tuple[Arg, ...], options: Options, *, training: bool
     ) -> None:
-        self._gm = gm
-        self._args = args
-        self._options = options
-        self._training = training
-        self._key = graph_key(gm, args)
+        super().__init__(gm, args, options, training=training)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._loss: int | None = None
-        self._paths: dict[int, str] = {}
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy it runs."""
-        assert self._options.strategy is not None
-        return self._options.strategy
 
     def __call__(self, *values: Any) -> Any:
         """Run the program for these sizes; in a session, only plan or prepare it."""
@@ -171,54 +156,10 @@ class CompiledStep:
     def _plan(self, values: Sequence[Any], world_size: int) -> Plan:
         key = (*self._sizes(values), world_size)
         if key not in self._plans:
-            args = tuple(
-                replace(arg, spec=spec_of(value)) if arg.spec is not None else arg
-                for arg, value in zip(self._args, values, strict=True)
-            )
-            strategy = self.strategy
-            split = split_of(strategy)
-            dims = data_dims(args, split)
-            numbers = {
-                arg.position: value
-                for arg, value in zip(args, values, strict=True)
-                if arg.kind is ArgKind.NUMBER
-            }
-            template = template_of(
-                self._key,
-                self._gm,
-                args,
-                numbers,
-                dims,
-                split.num_microbatches,
-                loss=self._loss_index(),
-                training=self._training,
-                paths=self._paths,
-                cuts=cuts_of(strategy, self._options.compile_for(values)),
-                capacities=capacities_of(strategy),
-            )
-            self._plans[key] = make_plan(
-                template,
-                strategy,
-                world_size,
-                dims,
-                compile_mode=self._options.compile_for(values),
-                costs=self._options.costs,
-                outputs_everywhere=self._options.outputs == "everywhere",
-                sync=self._sync(values),
+            self._plans[key] = self.planned(
+                self.call_of(values), world_size, sync=self._sync(values)
             )
         return self._plans[key]
-
-    def _loss_index(self) -> int | None:
-        strategy = self.strategy
-        if strategy.loss is None or self._loss is not None:
-            return self._loss
-        raise PiperCaptureError(
-            format_error(
-                f"the loss is named as output {strategy.loss!r}, "
-                "which a plain first call cannot resolve: it does not see the outputs' structure",
-                hint="call piper.prepare(step, *example_inputs) first, or use piper.compile",
-            )
-        )
 
     def _recall_loss(self, values: Sequence[Any]) -> None:
         """Find a loss named by its path again in another mode of a prepared model.
@@ -250,7 +191,7 @@ class CompiledStep:
             seconds: dict[str, float] = {}
             if self._options.compile == "emulate":
                 assert self._options.costs is not None
-                seconds = durations(tasks_run(plan.programs), self._options.costs, plan.halves)
+                seconds = durations(tasks_run(plan.distinct), self._options.costs, plan.halves)
                 functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
             else:
                 functions = compile_chunks(wanted, self._options.compile_for(values))
@@ -259,7 +200,7 @@ class CompiledStep:
             entries[key] = Entry(
                 plan=plan,
                 executor=executor_of(program, chunks, comm, seconds),
-                is_random=any(i.seed is not None for p in plan.programs for i in p.instrs),
+                is_random=any(i.seed is not None for p in plan.distinct for i in p.instrs),
                 announcement=announcement(plan),
                 is_later=tuple(p in layouts and not layouts[p].reduced for p, _ in program.grads),
             )
@@ -436,7 +377,7 @@ class CompiledStep:
             elif index in owned:
                 found.append(owned[index])
             else:
-                owners = [p.rank for p in plan.programs if index in dict(p.outputs)]
+                owners = [p.rank for p in plan.distinct if index in dict(p.outputs)]
                 assert output.spec is not None
                 found.append(absent_output(output.spec, f"output {index} of the model", owners))
         return found
@@ -496,11 +437,12 @@ class CompiledStep:
     def _visit(self, now: Session, values: Sequence[Any]) -> list[Any]:
         """Plan or prepare; stand-ins for the outputs show the structure of the model's output."""
         now.steps.append(self)
+        now.calls.append(self.call_of(values))
         if now.loss is not None:
             self._loss = now.loss
         self._paths = now.paths or self._paths
         outputs = compat.output_nodes(self._gm)
-        if not now.probe:
+        if not now.probe and not now.capture:
             if now.world_size is not None:
                 now.plans.append(self._plan(values, now.world_size))
             else:
@@ -557,32 +499,3 @@ class StandIn(Tensor):
     """Stands for one output of a call that was only planned or prepared."""
 
     place: int
-
-
-def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:
-    """A text equal for equal graphs, or None where the graph holds tensors of its own."""
-    lines = [repr([(a.kind.value, a.name, a.requires_grad) for a in args])]
-    lines.append(compat.autocast_state())
-    for name, module in [("", gm), *gm.named_modules()]:
-        if not isinstance(module, fx.GraphModule):
-            continue
-        lines.append(name)
-        entries: dict[tuple[str, int], int] = {}
-        for node in module.graph.nodes:
-            if node.op == "get_attr" and isinstance(
-                getattr(module, str(node.target), None), Tensor
-            ):
-                return None
-            custom = {}
-            for key, value in (node.meta.get("custom") or {}).items():
-                if key.endswith("#entry"):
-                    value = entries.setdefault((key, value), len(entries))
-                custom[key] = value
-            target = (
-                node.target if isinstance(node.target, str) else compat.target_name(node.target)
-            )
-            lines.append(
-                f"{node.op} {node.name} {target} {node.args} {node.kwargs} {custom} "
-                f"{node.stack_trace}"
-            )
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

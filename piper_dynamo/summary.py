@@ -117,6 +117,7 @@ def summarize(
     programs: Sequence[RankProgram],
     args: Sequence[Arg],
     *,
+    world_size: int,
     replicas: int,
     num_microbatches: int,
     training: bool,
@@ -126,8 +127,9 @@ def summarize(
     """Ranks, what they hold, run, send, gather and reduce per step, and predicted memory.
 
     Args:
-        programs: Of all ranks.
+        programs: Of all ranks, or of one of replicas that are alike.
         args: The captured call's arguments.
+        world_size: How many ranks.
         replicas: How many ranks run each task.
         num_microbatches: Per replica.
         training: Whether there is a backward.
@@ -135,7 +137,7 @@ def summarize(
         communicators: What ranks create before the first step, in that order.
     """
     heading = [
-        _many(len(programs), "rank"),
+        _many(world_size, "rank"),
         *([_many(replicas, "replica")] if replicas > 1 else []),
         _many(num_microbatches, "microbatch", "es"),
         "training" if training else "forward only",
@@ -144,6 +146,8 @@ def summarize(
     heads = [h for h in rows[0] if h in _ALWAYS or any(row[h] != NONE for row in rows)]
     lines = ["plan of " + ", ".join(heading)]
     lines += table(heads, [[row[head] for head in heads] for row in rows], left=("regions",))
+    if len(programs) < world_size:
+        lines.append(f"one of {replicas} replicas is shown: all are alike")
     if "exchanges" in heads:
         lines.append(
             f"exchanges of a step, with the bytes of the rows that come{_if_even(programs)}"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import piper_dynamo as piper
-from piper_dynamo import step as stepping
+from piper_dynamo import captured
 from piper_dynamo.planning import Plan, make_plan
 from tests import jobs
 from tests.replicas import local
@@ -306,7 +306,7 @@ class Job:
         batch = self.batch(replicas=1)
         model = self.model_class()
         make = functools.partial(_made, is_last=self.sync)
-        with mock.patch.object(stepping, "make_plan", make):
+        with mock.patch.object(captured, "make_plan", make):
             return piper.plan(
                 model, self.strategy(), batch, self.world, compile=self.compile, outputs=self.where
             )

@@ -27,7 +27,8 @@ from piper_dynamo.ir.program import (
 )
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.chunks import compile_chunks
-from piper_dynamo.planning import Plan, replicas_of
+from piper_dynamo.planning import Plan
+from piper_dynamo.programs import replicas_of
 from piper_dynamo.runtime.local import LocalWorld, current
 
 Programs = Sequence[RankProgram]
@@ -69,7 +70,7 @@ class Mutant:
             "",
             "from piper_dynamo.ir.program import Instr",
             "from piper_dynamo.ir.verify import verify",
-            "from piper_dynamo.planning import replicas_of",
+            "from piper_dynamo.programs import replicas_of",
             "",
             f"# {self.kind}: {self.at}",
             "programs = list(plan.programs)",

@@ -139,7 +139,7 @@ def test_piper_commands_exist(document: str):
                 assert word.partition("=")[0] in options | {"--help"}, f"piper {name} {word}"
 
 
-LOOKING = ("plan", "check", "plot", "compare", "explain")
+LOOKING = ("plan", "check", "plot", "compare", "explain", "profile", "search")
 
 
 def looking_commands(text: str) -> list[list[str]]:
@@ -225,5 +225,6 @@ def test_readme_names_the_main_commands():
     assert {"train", "test"} <= make_targets_named(first_screen)
     targets = {"help", "env", "train", "test", "test-slow", "test-torch"}
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
+    targets |= {"bench-predict"}
     targets |= {"fuzz", "docs", "lint", "format", "clean"}
     assert targets == make_targets()

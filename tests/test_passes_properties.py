@@ -156,14 +156,15 @@ def test_transfer_leaves_every_value_where_it_is_used(cached: Cached, devices: l
         assert task.devices, f"{node} is nowhere"
         if task.kind is Kind.RECV:
             sent = node.args[0]
-            assert tuple(sent.kwargs["target"]) == task.devices
+            assert sent.meta["ranks"]["target"] == task.devices
             pairs.append((sent.args[0].name, task.devices))
             continue
         for source in node.all_input_nodes:
             made = producer(source)
             assert made.op == "placeholder" or task_of(made).devices == task.devices
         if task.kind is Kind.SEND:
-            assert tuple(node.kwargs["source"]) == task.devices != tuple(node.kwargs["target"])
+            ranks = node.meta["ranks"]
+            assert ranks["source"] == task.devices != ranks["target"]
     assert len(set(pairs)) == len(pairs), "a value is sent twice to one group"
     sends = [n for n in dag.graph.nodes if "task" in n.meta and task_of(n).kind is Kind.SEND]
     assert sorted(s.args[0].name for s in sends) == sorted(name for name, _ in pairs)

@@ -22,7 +22,7 @@ from piper_dynamo.ir.task import Kind, Task
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emit import emit
-from piper_dynamo.planning import lower_all
+from piper_dynamo.programs import lower_all
 from piper_dynamo.runtime.local import LocalWorld, current
 
 GROUP = (0, 1)

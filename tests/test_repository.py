@@ -28,12 +28,15 @@ FACADE = frozenset(
     {
         *("", "__main__", "access", "accumulation", "agreement", "api", "backend", "binding"),
         *(
+            "captured",
             "checkpoint",
             "cli",
             "look",
             "measure",
             "meeting",
             "planning",
+            "predict",
+            "programs",
             "step",
             "train",
             "weights",

@@ -5,7 +5,7 @@ import torch
 
 import piper_dynamo as piper
 from benchmarks.experts_sides import one_by_one
-from piper_dynamo import planning
+from piper_dynamo import programs
 from piper_dynamo.ir.program import REDUCTIONS, Instr, Op
 from piper_dynamo.lowering.apart import keep_apart
 from piper_dynamo.lowering.lower import Draft
@@ -135,7 +135,7 @@ def test_gradients_are_reduced_while_no_rows_travel(
     plan = piper.plan(experts.Mixture(2), strategy, rows(16), world_size=4)
     apart = [beside_exchanges(plan, rank) for rank in range(4)]
     assert zero >= 2 or apart == [[]] * 4
-    monkeypatch.setattr(planning, "keep_apart", lambda draft: None)
+    monkeypatch.setattr(programs, "keep_apart", lambda draft: None)
     torch._dynamo.reset()  # an equal call would be given the same plan
     plan = piper.plan(experts.Mixture(2), strategy, rows(16), world_size=4)
     crowded = [beside_exchanges(plan, rank) for rank in range(4)]

@@ -23,7 +23,8 @@ from piper_dynamo.ir.task import Kind
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.simulate import Costs, simulate
 from piper_dynamo.passes.order import check_acyclic
-from piper_dynamo.planning import Plan, lower_all
+from piper_dynamo.planning import Plan
+from piper_dynamo.programs import lower_all
 from tests import jobs
 from tests.models import Stack4, rows
 

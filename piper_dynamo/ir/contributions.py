@@ -51,11 +51,11 @@ class _Contributions:
 
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.faults: list[str] = []
-        self._programs = programs
-        self._writers: list[dict[str, list[Instr]]] = []
+        self._programs = {program.rank: program for program in programs}
+        self._writers: dict[int, dict[str, list[Instr]]] = {}
         self._sent: dict[tuple[int, int, int], str] = {}
         self._issued: dict[tuple[object, int], dict[int, Instr]] = {}
-        self._number: list[dict[str, tuple[object, int]]] = []
+        self._number: dict[int, dict[str, tuple[object, int]]] = {}
         self._known: dict[tuple[int, str], frozenset[int]] = {}
         for program in programs:
             writers: dict[str, list[Instr]] = {}
@@ -71,8 +71,8 @@ class _Contributions:
                     count[instr.communicator] = key[1] + 1
                     numbers[instr.outputs[0]] = key
                     self._issued.setdefault(key, {})[program.rank] = instr
-            self._writers.append(writers)
-            self._number.append(numbers)
+            self._writers[program.rank] = writers
+            self._number[program.rank] = numbers
 
     def of(self, rank: int, reg: str) -> frozenset[int]:
         key = (rank, reg)

@@ -10,7 +10,7 @@ Formal: acyclic(happens-before)  =>  no run of these programs deadlocks, given a
 and FIFO channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from piper_dynamo.errors import format_error
@@ -33,18 +33,19 @@ def find_deadlock(programs: Sequence[RankProgram]) -> str:
     Args:
         programs: Those of all ranks; messages and collectives match.
     """
-    cycle = _HappensBefore(programs).cycle()
+    by_rank = {program.rank: program for program in programs}
+    cycle = _HappensBefore(by_rank).cycle()
     if not cycle:
         return ""
     shown = ", ".join(f"rank {rank}" for rank in sorted({point.rank for point in cycle}))
     return format_error(
         f"the plan deadlocks: {shown} wait for one another",
-        {"cycle": _drawn(programs, cycle)},
+        {"cycle": _drawn(by_rank, cycle)},
         hint="change the order of one of these tasks",
     )
 
 
-def _drawn(programs: Sequence[RankProgram], cycle: list[Point]) -> str:
+def _drawn(programs: Mapping[int, RankProgram], cycle: list[Point]) -> str:
     """Each instruction needs the one below it first, the last one the first.
 
     ┌> rank 1 #10 send B.PP1.MB0 on stream 'send' [model.py:8]
@@ -69,7 +70,7 @@ def _drawn(programs: Sequence[RankProgram], cycle: list[Point]) -> str:
     return "\n".join(lines)
 
 
-def _reason(programs: Sequence[RankProgram], later: Point, before: Point) -> str:
+def _reason(programs: Mapping[int, RankProgram], later: Point, before: Point) -> str:
     if later.rank == before.rank:
         instr = programs[later.rank].instrs[later.index]
         origin = programs[before.rank].instrs[before.index]
@@ -82,7 +83,7 @@ def _reason(programs: Sequence[RankProgram], later: Point, before: Point) -> str
     return "needs its other end,"
 
 
-def _turns(programs: Sequence[RankProgram], backwards: list[Point]) -> list[Point]:
+def _turns(programs: Mapping[int, RankProgram], backwards: list[Point]) -> list[Point]:
     """Without the instructions that only lie between two others on their rank."""
 
     def follows(later: Point, before: Point) -> bool:
@@ -107,19 +108,19 @@ def _waits_for(instr: Instr, origin: Instr) -> bool:
 class _HappensBefore:
     """The graph; a vertex per issue, per completion, and per collective that all have issued."""
 
-    def __init__(self, programs: Sequence[RankProgram]) -> None:
+    def __init__(self, programs: Mapping[int, RankProgram]) -> None:
         self.programs = programs
-        self.start: list[int] = []
+        self.start: dict[int, int] = {}
         count = 0
-        for program in programs:
-            self.start.append(count)
+        for program in programs.values():
+            self.start[program.rank] = count
             count += 2 * len(program.instrs)
         self.num_points = count
         self.successors: list[list[int]] = [[] for _ in range(count)]
         self.sends: dict[tuple[int, int, int], int] = {}  # the issue
         self.posts: dict[tuple[int, int, int], int] = {}
         self.groups: dict[tuple[Group, int], list[int]] = {}
-        for program in programs:
+        for program in programs.values():
             self._host_order(program)
         self._messages()
         self._collectives()
@@ -191,7 +192,8 @@ class _HappensBefore:
         ]
 
     def _point(self, vertex: int) -> Point:
-        rank = max(r for r, start in enumerate(self.start) if start <= vertex and self._has(r))
+        here = (r for r, start in self.start.items() if start <= vertex and self._has(r))
+        rank = max(here, key=self.start.__getitem__)
         index, done = divmod(vertex - self.start[rank], 2)
         return Point(rank, index, done=bool(done))
 

@@ -114,8 +114,8 @@ class _Play:
         self.waiting: dict[object, list[int]] = {}
         self._marks: dict[Named, int] = {}
         self._draw = Random(0)
-        self.ranks = [_Rank(program=p, replica=replicas[p.rank]) for p in programs]
-        for one in self.ranks:
+        self.ranks = {p.rank: _Rank(program=p, replica=replicas[p.rank]) for p in programs}
+        for one in self.ranks.values():
             self._start(one)
         self._do: dict[Op, Callable[[_Rank, Instr], object]] = {
             Op.RUN: self._run,
@@ -149,7 +149,7 @@ class _Play:
 
     def run(self) -> None:
         """Let every rank go on until it waits for what is not there yet."""
-        ready = list(range(len(self.ranks)))
+        ready = list(self.ranks)
         while ready:
             one = self.ranks[ready.pop()]
             instrs = one.program.instrs
@@ -385,7 +385,7 @@ class _Play:
     def check_results(self) -> list[str]:
         """Loss, outputs, gradients and buffers of every rank."""
         faults = []
-        for one in self.ranks:
+        for one in self.ranks.values():
             for what, reg, want in self._wanted(one):
                 have = self._get(one, reg)
                 if not _same(have, want):
@@ -432,7 +432,7 @@ class _Play:
     def _expert_groups(self, position: int) -> list[tuple[int, ...]]:
         """The groups of replicas that share one copy of the experts each."""
         found: dict[tuple[int, ...], None] = {}
-        for other in self.ranks:
+        for other in self.ranks.values():
             group = dict(other.program.experts).get(position)
             if group is not None:
                 found[tuple(self.replicas[rank] for rank in group)] = None
@@ -513,12 +513,14 @@ def _check_holders(programs: Sequence[RankProgram], meaning: Meaning) -> list[st
             for p, count in sorted(given.items())
             if count > 1
         ]
-    for layouts in ([dict(p.shards) for p in programs], [dict(p.experts) for p in programs]):
+    shards = {p.rank: dict(p.shards) for p in programs}
+    experts = {p.rank: dict(p.experts) for p in programs}
+    for layouts in (shards, experts):
         faults += [
             f"rank {program.rank}: {meaning.names[position]!r} is in blocks on ranks {group}, "
             f"but rank {rank} holds none of these"
-            for program, mine in zip(programs, layouts, strict=True)
-            for position, group in mine.items()
+            for program in programs
+            for position, group in layouts[program.rank].items()
             for rank in group
             if (theirs := layouts[rank].get(position)) is not group and theirs != group
         ]

@@ -3,13 +3,14 @@
 Nodes: placeholders (parameters, buffers, data, loss weights), `call_module` for chunks,
 `call_function` for slices, accumulation, communication and the pick of one result
 (`operator.getitem`). Every node but placeholders and picks has a frozen `Task` in `meta["task"]`;
-every value has a `TensorSpec` in `meta["spec"]`, and what a microbatch leaves of a buffer to the
+every value has a `TensorSpec` in `meta["spec"]`, messages and collectives say in `meta["ranks"]`
+between which ranks they are, and what a microbatch leaves of a buffer to the
 next has that buffer's position in `meta["buffer"]`; orders are kept beside the graph as pairs of
 nodes, the only edges that carry no value. The output node names what a step gives back.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,15 +223,28 @@ def call(
     task: Task,
     target: Any,
     args: tuple[Argument, ...],
-    kwargs: dict[str, Argument] | None = None,
+    ranks: Mapping[str, Any] | None = None,
     *,
     name: str,
     spec: TensorSpec | None = None,
 ) -> Node:
-    """A new node with its record."""
+    """A new node with its record.
+
+    Args:
+        graph: Where.
+        task: Its record.
+        target: A chunk's name, or a function of `ops.py`.
+        args: What it reads.
+        ranks: Of a message its `source` and `target`, of a collective its `groups`. In `meta`, not
+            among the arguments, which FX would walk one by one for each node.
+        name: The node's.
+        spec: Of its value, if it is one.
+    """
     op = "call_module" if isinstance(target, str) else "call_function"
-    node = graph.create_node(op, target, args, kwargs or {}, name=name)
+    node = graph.create_node(op, target, args, {}, name=name)
     node.meta["task"] = task
+    if ranks is not None:
+        node.meta["ranks"] = ranks
     if spec is not None:
         node.meta["spec"] = spec
     return node
@@ -303,7 +317,8 @@ def _call_text(node: Node) -> str:
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if is_pick(node):
         return f"{node.args[0]}[{node.args[1]}]"
-    parts = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    named = {**node.kwargs, **node.meta.get("ranks", {})}
+    parts = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in named.items()]
     return f"{target}({', '.join(parts)})"
 
 

@@ -9,7 +9,7 @@ form in the same order; each is waited for once.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from piper_dynamo.ir.program import COLLECTIVES, Group, Instr, Op, RankProgram, where
 
@@ -21,6 +21,7 @@ def check_messages(programs: Sequence[RankProgram]) -> list[str]:
     """Each message is sent, posted, waited for and drained once, with one spec, in order."""
     faults: list[str] = []
     found: dict[Channel, dict[Op, list[int]]] = {}  # where, on the rank of that end
+    by_rank = {program.rank: program for program in programs}
     for program in programs:
         for index, instr in enumerate(program.instrs):
             if instr.op not in _ENDS or instr.peer < 0:
@@ -29,16 +30,16 @@ def check_messages(programs: Sequence[RankProgram]) -> list[str]:
             channel = (program.rank, instr.peer) if outward else (instr.peer, program.rank)
             ends = found.setdefault(channel, {op: [] for op in _ENDS})
             ends[instr.op].append(index)
-            if instr.peer == program.rank or not 0 <= instr.peer < len(programs):
+            if instr.peer == program.rank or instr.peer not in by_rank:
                 faults.append(f"{where(program, index)}: rank {instr.peer} cannot be its peer")
     for channel in sorted(found):
-        if all(0 <= rank < len(programs) for rank in channel):
-            faults += _check_channel(programs, channel, found[channel])
+        if all(rank in by_rank for rank in channel):
+            faults += _check_channel(by_rank, channel, found[channel])
     return faults
 
 
 def _check_channel(
-    programs: Sequence[RankProgram], channel: Channel, ends: dict[Op, list[int]]
+    programs: Mapping[int, RankProgram], channel: Channel, ends: dict[Op, list[int]]
 ) -> list[str]:
     source, target = channel
     sender, receiver = programs[source], programs[target]
@@ -116,13 +117,14 @@ def check_collectives(programs: Sequence[RankProgram]) -> list[str]:
                     why = "again" if before else "but no collective before it has that handle"
                     faults.append(f"{where(program, index)}: waits for {instr.inputs[0]!r}, {why}")
                 open_handles.discard(instr.inputs[0])
+    by_rank = {program.rank: program for program in programs}
     for communicator, members in issued.items():
-        faults += _check_communicator(programs, communicator, members)
+        faults += _check_communicator(by_rank, communicator, members)
     return faults
 
 
 def _check_communicator(
-    programs: Sequence[RankProgram], communicator: Group, members: dict[int, list[int]]
+    programs: Mapping[int, RankProgram], communicator: Group, members: dict[int, list[int]]
 ) -> list[str]:
     stream, group = communicator
     faults = []

@@ -2,7 +2,8 @@
 
 Those before placement compute, so that the DAG runs on one process; those that only a rank program
 can do (`send`, `recv`, the collectives) raise when called. A collective takes several values,
-which travel as one, and gives as many; their specs are those of its picks.
+which travel as one, and gives as many; their specs are those of its picks. The ranks between which
+it is are in the node's `meta`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from piper_dynamo.errors import PiperError
-from piper_dynamo.ir.program import Groups
 from piper_dynamo.ir.spec import TensorSpec
 
 
@@ -61,8 +61,8 @@ def _only_in_programs(name: str) -> PiperError:
     )
 
 
-def send(value: Tensor, *, source: tuple[int, ...], target: tuple[int, ...]) -> Tensor:
-    """Send a value from each rank of `source` to the rank of `target` at the same place."""
+def send(value: Tensor) -> Tensor:
+    """Send a value from each rank of its source to the rank of its target at the same place."""
     raise _only_in_programs("send")
 
 
@@ -71,32 +71,32 @@ def recv(sent: Tensor) -> Tensor:
     raise _only_in_programs("recv")
 
 
-def all_reduce(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+def all_reduce(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The sums over the group, on every rank of it, in place of the values."""
     raise _only_in_programs("all_reduce")
 
 
-def all_gather(shards: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+def all_gather(shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The group's equal blocks joined along dim 0; what the last ones have too much is cut off."""
     raise _only_in_programs("all_gather")
 
 
-def reduce_scatter(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+def reduce_scatter(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """This rank's block of rows of the sums over the group; zeros make up for missing rows."""
     raise _only_in_programs("reduce_scatter")
 
 
-def all_to_all(values: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+def all_to_all(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Equal blocks along dim 0: the i-th goes to the group's i-th rank."""
     raise _only_in_programs("all_to_all")
 
 
-def exchange_counts(counts: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+def exchange_counts(counts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """How many rows come to each expert of this rank, and how many go and come by rank."""
     raise _only_in_programs("exchange_counts")
 
 
-def exchange(rows: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+def exchange(rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows sent to the ranks of their experts; what came, sorted by expert and then by rank.
 
     Without splits as many rows go to every rank, and what came is as it came: by rank.
@@ -104,7 +104,7 @@ def exchange(rows: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
     raise _only_in_programs("exchange")
 
 
-def unexchange(rows: Sequence[Tensor], *, groups: Groups) -> tuple[Tensor, ...]:
+def unexchange(rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows sent back to the ranks they came from, in the order they had there.
 
     Without splits as many rows, sorted by rank, go to every rank.

@@ -30,12 +30,18 @@ ASKED = (
     *("top_k", "tied_head", "dtype", "seed", "compile"),
 )
 _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
+# Options of a job on one rank.
+ALONE: Mapping[str, Any] = {
+    **{"pp": 1, "dp": 1, "ep": 1, "zero": 0, "microbatches": 1, "schedule": "gpipe"},
+    **{"bucket_mb": None, "prefetch": 1, "keep": "chunk", "capacity": None},
+}
 
 
-class _Command(click.Command):
+class Command(click.Command):
     """Shows a PiperError as its text, or as the last line where that is to be JSON."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run it; a PiperError ends it with its exit code."""
         try:
             return super().invoke(ctx)
         except PiperError as error:
@@ -54,10 +60,15 @@ def show_json(ctx: click.Context, *, is_fine: bool, **values: Any) -> None:
     click.echo(json.dumps(found, default=str, allow_nan=False))
 
 
-def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
+def takes_target(command: Callable[..., Any], *, searches: bool = False) -> Callable[..., Any]:
     """The argument and options that name a target; the command gets it made, and its plan's ranks.
 
     The function is called with the context, the target, for how many ranks, and its own options.
+
+    Args:
+        command: The function.
+        searches: Whether it looks for a strategy: then the target needs none, and is the job of
+            one rank.
     """
 
     @functools.wraps(command)
@@ -73,7 +84,9 @@ def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
         ranks, path = options.pop("ranks"), options.pop("target")
         is_meta = options.pop("is_meta")
         del options["as_json"]
-        target = load_target(path, options, given, is_meta=is_meta)
+        if searches:  # the strategy is what is looked for: these options narrow it
+            options |= ALONE
+        target = load_target(path, options, given, is_meta=is_meta, needs_strategy=not searches)
         return command(ctx, target, ranks, **own)
 
     wrapped: Callable[..., Any] = called
@@ -97,12 +110,13 @@ def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
 _SHARED = {*ASKED, "target", "ranks", "is_meta", "as_json"}
 
 
-def _is_json(ctx: click.Context) -> bool:
+def is_json(ctx: click.Context) -> bool:
+    """Whether the last line is to be for machines."""
     return bool(ctx.params["as_json"])
 
 
-@click.command(cls=_Command)
-@_takes_target
+@click.command(cls=Command)
+@takes_target
 @click.option("--graph", "with_graph", is_flag=True, help="Show the distributed graph, too.")
 @click.option("--rank", type=click.IntRange(min=0), help="Show this rank's program, too.")
 def plan(
@@ -119,7 +133,7 @@ def plan(
         click.echo(f"\n{found.graph}")
     if rank is not None:
         click.echo(f"\n{found.program(rank)}")
-    if _is_json(ctx):
+    if is_json(ctx):
         show_json(ctx, is_fine=True, **_facts(found))
 
 
@@ -131,15 +145,15 @@ def _facts(found: "Plan") -> Mapping[str, Any]:
         "world_size": found.world_size,
         "microbatches": found.dag.num_microbatches,
         "replicas": max(map(len, found.groups), default=1),
-        "chunks": len({key for program in found.programs for _, key in program.chunks}),
-        "ranks": [asdict(facts(program, found.args)) for program in found.programs],
-        "messages": [asdict(edge) for edge in edges(found.programs)],
-        "communicators": [asdict(use) for use in uses(found.programs, found.communicators())],
+        "chunks": len({key for program in found.distinct for _, key in program.chunks}),
+        "ranks": [asdict(facts(program, found.args)) for program in found.distinct],
+        "messages": [asdict(edge) for edge in edges(found.distinct)],
+        "communicators": [asdict(use) for use in uses(found.distinct, found.communicators())],
     }
 
 
-@click.command(cls=_Command)
-@_takes_target
+@click.command(cls=Command)
+@takes_target
 def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
     """Prove a step safe: no deadlock, matched messages, every gradient reduced once.
 
@@ -149,25 +163,26 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
 
     found = target.plan(ranks)
     found.verify()
-    instrs = [i for program in found.programs for i in program.instrs]
+    instrs = [i for program in found.distinct for i in program.instrs]
+    replicas = found.world_size // len(found.distinct)  # that one of them stands for
     counts = {
-        "instructions": len(instrs),
-        "tasks": sum(i.op is Op.RUN for i in instrs),
-        "messages": sum(i.op is Op.SEND for i in instrs),
+        "instructions": replicas * len(instrs),
+        "tasks": replicas * sum(i.op is Op.RUN for i in instrs),
+        "messages": replicas * sum(i.op is Op.SEND for i in instrs),
         "collectives": sum(
             i.op in COLLECTIVES and program.rank == i.group[0]
-            for program in found.programs
+            for program in found.distinct
             for i in program.instrs
         ),
     }
     shown = ", ".join(f"{number} {name}" for name, number in counts.items())
     click.echo(f"{target.name} is safe on {found.world_size} ranks: {shown}")
-    if _is_json(ctx):
+    if is_json(ctx):
         show_json(ctx, is_fine=True, world_size=found.world_size, **counts)
 
 
-@click.command(cls=_Command)
-@_takes_target
+@click.command(cls=Command)
+@takes_target
 @click.option(
     "--out",
     "-o",
@@ -182,17 +197,24 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
     help="What a stage's passes and messages take, e.g. F=1,BI=1,BW=1,comm=0.1; bandwidth is in "
     "bytes per unit.  [default: 1 a pass, messages nothing]",
 )
+@click.option(
+    "--costs-from",
+    "profile",
+    type=click.Path(),
+    help="A profile of the machine that chunks and messages run on, by piper profile; in seconds.",
+)
 @click.option("--unit", help="The unit of the costs; s for seconds.")
 @click.option("--run", type=click.Path(), help="A run folder, to draw its measured step below.")
 @click.option(
     "--graph", "is_graph", is_flag=True, help="Draw the distributed graph instead: .dot or .svg."
 )
-def plot(
+def plot(  # noqa: PLR0913  (an option each)
     ctx: click.Context,
     target: "Target",
     ranks: int | None,
     out: str,
     costs: str | None,
+    profile: str | None,
     unit: str | None,
     run: str | None,
     is_graph: bool,
@@ -202,18 +224,24 @@ def plot(
     TARGET is as for `piper plan`; of a run folder, its measured step is drawn, too.
     """
     from piper_dynamo.look.target import Misuse
+    from piper_dynamo.predict.profile import Profile
 
-    if is_graph and (costs or unit or run):
-        raise Misuse("--costs, --unit and --run are about time, which --graph does not draw")
-    chosen = _costs(costs)
+    if is_graph and (costs or profile or unit or run):
+        raise Misuse(
+            "--costs, --costs-from, --unit and --run are about time, which --graph does not draw"
+        )
+    if profile and (costs or unit not in (None, "s")):
+        raise Misuse("--costs-from gives the costs, in seconds; leave out --costs and --unit")
+    chosen = _costs(costs) if profile is None else Profile.load(profile)
     found = target.plan(ranks)
     if is_graph:
         found.draw(out)
     else:
         folder = run if run is not None else target.folder
-        found.plot(out, chosen, unit=unit or "units of cost", run=folder)
+        shown = unit or ("s" if profile else "units of cost")
+        found.plot(out, chosen, unit=shown, run=folder)
     click.echo(f"wrote {out}")
-    if _is_json(ctx):
+    if is_json(ctx):
         step = {} if is_graph else {"makespan": found.simulate(chosen).makespan}
         show_json(ctx, is_fine=True, path=out, **step)
 
@@ -240,8 +268,8 @@ def _costs(text: str | None) -> Costs | None:
         raise Misuse(f"--costs {text}: {error}") from error
 
 
-@click.command(cls=_Command)
-@_takes_target
+@click.command(cls=Command)
+@takes_target
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Steps.")
 @click.option("--float64", is_flag=True, help="Compute both in float64, where rounding is small.")
 def compare(
@@ -275,7 +303,7 @@ def compare(
         click.echo(line)
     verdict = "equal to one process" if found.is_equal else "DIFFERS from one process"
     click.echo(f"{verdict}: loss {found.loss:.1e}, gradient norm {found.norm:.1e}")
-    if _is_json(ctx):
+    if is_json(ctx):
         show_json(
             ctx,
             is_fine=found.is_equal,
@@ -295,8 +323,8 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-@click.command(cls=_Command)
-@_takes_target
+@click.command(cls=Command)
+@takes_target
 @click.argument("subject")
 def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: str) -> None:
     """Explain a task (F.PP0.MB0), a parameter, or a rank (its number) of a plan.
@@ -307,7 +335,7 @@ def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: st
 
     text = explained(target.plan(ranks), subject)
     click.echo(text)
-    if _is_json(ctx):
+    if is_json(ctx):
         show_json(ctx, is_fine=True, subject=subject, text=text.splitlines())
 
 

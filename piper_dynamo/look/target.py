@@ -87,7 +87,12 @@ class Target:
 
 
 def load_target(
-    path: str | None, options: Mapping[str, Any], given: set[str], *, is_meta: bool
+    path: str | None,
+    options: Mapping[str, Any],
+    given: set[str],
+    *,
+    is_meta: bool,
+    needs_strategy: bool = True,
 ) -> Target:
     """The target that a command line names.
 
@@ -96,13 +101,15 @@ def load_target(
         options: The values of all options of the training job.
         given: The names of those that were written on the command line.
         is_meta: Whether a Python file's model is built on torch's meta device.
+        needs_strategy: Whether a Python file must define one.
 
     Raises:
         Misuse: There is no such target, or options do not go with it.
         PiperError: The strategy is refused.
     """
     if path is None or path == "-":
-        return _of_config(config_of(options), "the options")
+        stages = None if needs_strategy else 0
+        return _of_config(config_of(options), "the options", stages=stages)
     found = Path(path)
     if not found.exists():
         raise Misuse(
@@ -112,12 +119,15 @@ def load_target(
                 hint="name a Python file, a strategy as JSON or a run folder of piper train",
             )
         )
+    if not needs_strategy and found.suffix != ".py":
+        raise Misuse(f"{path} says a strategy, which is looked for here: give a Python file")
     if found.is_dir():
         _refuse_options(given - {"compile"}, "a run folder's config.json says what it ran")
         return _of_folder(found)
     if found.suffix == ".py":
         _refuse_options(given - {"compile"}, "a Python file defines its own model and strategy")
-        return _of_file(found, options["compile"] if "compile" in given else None, is_meta=is_meta)
+        mode = options["compile"] if "compile" in given else None
+        return _of_file(found, mode, is_meta=is_meta, needs_strategy=needs_strategy)
     if found.suffix == ".json":
         _refuse_options(given & set(STRATEGY_OPTIONS), "the strategy says it")
         return _of_json(found, options)
@@ -219,8 +229,12 @@ def _indices(value: object) -> list[int]:
     return [one for one in values if isinstance(one, int)]
 
 
-def _of_file(path: Path, compile_mode: str | None, *, is_meta: bool) -> Target:
+def _of_file(
+    path: Path, compile_mode: str | None, *, is_meta: bool, needs_strategy: bool
+) -> Target:
     module = _imported(path)
+    if not needs_strategy:
+        setattr(module, "strategy", Strategy())  # noqa: B010  (mypy knows no attributes of modules)
     missing = [name for name in DEFINED if not hasattr(module, name)]
     if missing:
         raise Misuse(

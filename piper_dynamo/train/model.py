@@ -9,6 +9,7 @@ Legend: B batch, T tokens, D model dim, H heads, K key-value heads, C head dim, 
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class Llama(nn.Module):
         stages = config.stages if stages is None else stages
         self.stage_of = [i * stages // config.layers for i in range(config.layers)]
         self.last = stages - 1
+        self.names_stages = stages > 0
         self.has_experts = config.model == "moe"
         self.embedding = nn.Embedding(VOCAB, dim)
         shape = (dim, config.heads, config.kv_heads)
@@ -146,20 +148,23 @@ class Llama(nn.Module):
                 ends = name.endswith(("out.weight", "down.weight", "w_down", "shared.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if ends else 1.0))
 
+    def _stage(self, index: int) -> AbstractContextManager[None]:
+        return annotate("PP", index) if self.names_stages else nullcontext()
+
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """Token bytes and the bytes that follow, [B, T] int64 each -> 0-dim loss (and loads)."""
         loads: list[Tensor] = []
-        with annotate("PP", 0):
+        with self._stage(0):
             x_BTD = self.embedding(tokens_BT)
         for layer, stage in zip(self.layers, self.stage_of, strict=True):
-            with annotate("PP", stage):
+            with self._stage(stage):
                 x_BTD = layer(x_BTD, self.cos, self.sin)
                 if self.has_experts:
                     x_BTD, load = x_BTD
                     loads.append(load)
-        with annotate("PP", self.last):
+        with self._stage(self.last):
             logits_BTV = self.head(self.norm(x_BTD))
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
         return (loss, loads) if self.has_experts else loss
@@ -170,7 +175,8 @@ def build(config: Config, stages: int | None = None) -> Llama:
 
     Args:
         config: The job.
-        stages: How many pipeline stages it is cut into; None: as the job's schedule wants.
+        stages: How many pipeline stages it is cut into; 0: it does not say; None: as the job's
+            schedule wants.
     """
     torch.manual_seed(config.seed)
     return Llama(config, stages)

@@ -1,0 +1,306 @@
+"""Measuring a machine: chunks in this process, links and hosts in processes of their own.
+
+Everything is the median of warm runs. Ranks of the measurement are local processes, with as many
+threads as a job's ranks have.
+
+Signature: a plan -> a profile.
+"""
+
+import functools
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+from piper_dynamo.access import state_of
+from piper_dynamo.api import compile as piper_compile
+from piper_dynamo.api import plan
+from piper_dynamo.costs import sent_bytes
+from piper_dynamo.errors import PiperError
+from piper_dynamo.ir.alias import exchange_of
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.program import Op
+from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.task import Kind
+from piper_dynamo.lowering.chunks import compile_chunks
+from piper_dynamo.options import Options
+from piper_dynamo.predict.profile import ChunkTime, Profile, features_of
+from piper_dynamo.runtime.comm import TorchCommunicator
+from piper_dynamo.runtime.executor import Executor
+from piper_dynamo.runtime.launch import communicator, launch, rank, world_size
+from piper_dynamo.strategies import pipeline
+from piper_dynamo.strategy import Strategy
+from piper_dynamo.values import is_whole
+
+WARM, LEAST_RUNS, MOST_RUNS, ENOUGH_S = 2, 7, 50, 0.15
+SIZES = (2**8, 2**16, 2**18, 2**20, 2**22)  # bytes of messages
+ROUNDS = 15
+SHOW_AFTER_S = 2.0
+
+
+def measure_chunks(chunks: Mapping[str, Chunk], mode: str) -> tuple[ChunkTime, ...]:
+    """What each distinct chunk takes in this process.
+
+    Chunks whose number of rows depends on values (experts) are left out: the profile's rates say
+    what these take.
+
+    Args:
+        chunks: By name.
+        mode: How they run, "aten" or "inductor".
+    """
+    distinct = {
+        chunk.key: chunk
+        for chunk in chunks.values()
+        if not chunk.is_ragged and not any(exchange_of(n) for n in chunk.graph.nodes)
+    }
+    found = []
+    for key, chunk in tqdm(
+        distinct.items(), "chunks", leave=False, delay=SHOW_AFTER_S, disable=None
+    ):
+        function = compile_chunks({key: chunk}, mode)[key]
+        took = _chunk_seconds(chunk, function)
+        found.append(ChunkTime(key=key, seconds=took, features=features_of(chunk)))
+    return tuple(found)
+
+
+def _chunk_seconds(chunk: Chunk, function: Callable[[list[Any]], Any]) -> float:
+    """The median time of a call; each has inputs of its own, since a chunk may write over them."""
+    numbers = [node.meta.get("val") for node in chunk.graph.find_nodes(op="placeholder")]
+    torch.manual_seed(0)
+
+    def once() -> float:
+        given = [
+            _filled(spec) if spec is not None else number
+            for spec, number in zip(chunk.inputs, numbers, strict=True)
+        ]
+        start = time.perf_counter()
+        function(given)
+        return time.perf_counter() - start
+
+    with torch.no_grad():
+        for _ in range(WARM):
+            once()
+        took: list[float] = []
+        while len(took) < LEAST_RUNS or (sum(took) < ENOUGH_S and len(took) < MOST_RUNS):
+            took.append(once())
+    return statistics.median(took)
+
+
+def _filled(spec: TensorSpec) -> torch.Tensor:
+    """Small random numbers, zeros where these are whole; strides may leave gaps or repeat."""
+    reach = [(size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True)]
+    storage = torch.zeros(1 + sum(reach), dtype=spec.dtype, device=spec.device)
+    if spec.dtype.is_floating_point:
+        storage.normal_(std=0.1)
+    return storage.as_strided(spec.shape, spec.stride)
+
+
+def measure_ranks(ranks: int) -> dict[str, Any]:
+    """Links and host, between two local processes, and how several share the machine.
+
+    Args:
+        ranks: How many processes compute at once.
+
+    Returns:
+        Fields of a profile.
+    """
+    pair: dict[str, Any] = launch(_measure_pair, 2)[0]
+    if ranks == 1:
+        return pair
+    took: list[float] = launch(_measure_together, ranks)[0]
+    return pair | {"slowdown": tuple(max(one / took[0], 1.0) for one in took)}
+
+
+def _measure_pair() -> dict[str, Any]:
+    return _links() | _host()
+
+
+def _measure_together() -> list[float]:
+    return [_work_of(count) for count in range(1, world_size() + 1)]
+
+
+def _links() -> dict[str, Any]:
+    """Fixed cost and bandwidth of messages, and what collectives take beside them."""
+    comm = communicator(60.0)
+    assert isinstance(comm, TorchCommunicator)
+    group = ("profile", (0, 1))
+    comm.prepare_groups([group])
+    there, back, reduced = [], [], []
+    for nbytes in SIZES:
+        value = torch.zeros(nbytes // 4)
+        dist.barrier()
+        there.append(_median(functools.partial(_round_trip, comm, value)) / 2)
+        back.append(sent_bytes(Kind.ALL_REDUCE, [TensorSpec.of(value)], 2))
+        reduced.append(_median(functools.partial(_all_reduce, comm, value, group)))
+    alpha, per_byte = _line(SIZES, there)
+    start, per_reduced = _line(back, reduced)
+    return {
+        "alpha": alpha,
+        "bandwidth": 2 / (per_byte + per_reduced),
+        "skew": max(start - alpha, 0.0),
+    }
+
+
+def _round_trip(comm: TorchCommunicator, value: torch.Tensor) -> None:
+    other = 1 - comm.rank
+    handle = comm.post(other, 0, value)
+    if comm.rank == 0:
+        comm.send(value, other, 0)
+    got = comm.wait(handle)
+    if comm.rank == 1:
+        comm.send(got, other, 0)
+    comm.drain(other, 0)
+
+
+def _all_reduce(comm: TorchCommunicator, value: torch.Tensor, group: Any) -> None:
+    comm.wait_all(comm.start_collective(Op.ALL_REDUCE, [value], group, [value]))
+
+
+def _median(call: Callable[[], None]) -> float:
+    for _ in range(WARM):
+        call()
+    took = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Intercept and slope: of the smallest size, and of the two largest."""
+    slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+    return seconds[0], max(slope, 1e-15)
+
+
+def _work_of(count: int) -> float:
+    """What rank 0 takes for a fixed mixture of products and traffic while `count` ranks do it."""
+    weight, rows = torch.zeros(256, 256), torch.zeros(512, 256)
+
+    def work() -> None:
+        for _ in range(4):
+            hidden = torch.nn.functional.silu(rows @ weight)
+            torch.softmax(hidden.add_(rows), -1)
+
+    dist.barrier()
+    took = _median(work) if rank() < count else 0.0
+    dist.barrier()
+    return took
+
+
+class _Tiny(nn.Module):
+    """Two layers that compute next to nothing: what a step of them takes is its host's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 2] -> 0-dim loss."""
+        first, second = self.layers
+        return second(first(x)).sum()  # type: ignore[no-any-return]
+
+
+def _host() -> dict[str, Any]:
+    """What instructions take to issue, and a step beside its program, on rank 0."""
+    regions = {"layers.0": {"PP": 0}, "layers.1": {"PP": 1}}
+    strategy = pipeline("one_f_one_b", ranks=2, num_microbatches=8, regions=regions)
+    x = torch.zeros(8, 2)
+    step = piper_compile(_Tiny(), strategy, (x,))
+    spent: dict[str, list[float]] = defaultdict(list)
+    beside: list[float] = []
+
+    def take(executor: Executor) -> None:
+        marks = executor.marks
+        for (_, start), (index, end) in pairwise(marks):
+            spent[executor.program.instrs[index].op.value].append(end - start)
+        beside.append(marks[-1][1] - marks[0][1])
+
+    state_of(step).recorder = take
+    for _ in range(WARM + ROUNDS):
+        start = time.perf_counter()
+        step(x).backward()
+        beside[-1] = time.perf_counter() - start - beside[-1]
+    waits = (Op.RUN, Op.WAIT, Op.DRAIN)
+    host = {op: statistics.median(took) for op, took in spent.items() if Op(op) not in waits}
+    return {"host": host, "call": statistics.median(beside[WARM:])}
+
+
+def machine() -> dict[str, str]:
+    """What is measured, and with what."""
+    from piper_dynamo import __version__
+
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return {
+        "processor": f"{os.cpu_count()} x {model}",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "piper": __version__,
+    }
+
+
+def measure(chunks: Mapping[str, Chunk], *, compile: str, ranks: int) -> Profile:
+    """The profile of this machine, for plans whose chunks are like these.
+
+    Args:
+        chunks: By name.
+        compile: How they run, "aten" or "inductor".
+        ranks: How many processes share the machine; messages are measured between two.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as ranks have
+    try:
+        times = measure_chunks(chunks, compile)
+        return Profile(machine=machine(), compile=compile, chunks=times, **measure_ranks(ranks))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def profile(
+    model: nn.Module,
+    strategy: Strategy | None,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    *,
+    ranks: int | None = None,
+    compile: str | None = None,
+) -> Profile:
+    """Measure this machine: a model's chunks, messages between processes, and the host.
+
+    Takes seconds per chunk, and starts processes: under `if __name__ == "__main__":` in a script.
+    What else runs on the machine is measured, too.
+
+    Args:
+        model: The single-device model.
+        strategy: What cuts it into the chunks that are measured; None: it is one.
+        inputs: The inputs of one replica, as for `compile`.
+        ranks: How many processes will share the machine; None: the strategy's ranks.
+        compile: How chunks will run; None: the default of the inputs' device.
+
+    Returns:
+        The profile, which `plan.simulate`, `plan.plot` and `piper.search` take as costs.
+
+    Raises:
+        PiperError: The model, the strategy or the inputs are refused, or `ranks` is not at least 1.
+    """
+    if ranks is not None and (not is_whole(ranks) or ranks < 1):
+        raise PiperError(f"profile: ranks is {ranks!r}; give a number of at least 1")
+    chosen = Options(compile=compile).compile_for(tree_leaves(inputs))
+    found = plan(model, strategy or Strategy(), inputs, compile=chosen)
+    return measure(found.chunks, compile=chosen, ranks=ranks or found.world_size)

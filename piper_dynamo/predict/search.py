@@ -1,0 +1,297 @@
+"""Searching for the best strategy: by predicted time, among those that fit.
+
+Terms: see `space.py`. A choice is *planned* like any strategy, so that what is found has been
+proved, and its step simulated; it is *dropped* if it is refused, does not fit, or cannot be among
+the best, since no step of it is faster than its bound (`bounds.py`).
+
+Signature: model, inputs, devices, costs -> the best choices, and why the others were dropped.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from torch import fx, nn
+from tqdm import tqdm
+
+from piper_dynamo.api import look
+from piper_dynamo.captured import Call
+from piper_dynamo.costs import Costs
+from piper_dynamo.errors import PiperError, PiperStrategyError, format_error
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.joint import ENTRY, PREFIX, ArgKind
+from piper_dynamo.ir.task import Pass
+from piper_dynamo.planning import Plan, Template, data_dims, split_of
+from piper_dynamo.predict.bounds import chunks_of, lower_bound
+from piper_dynamo.predict.found import Dropped, Found, Search
+from piper_dynamo.predict.profile import Profile
+from piper_dynamo.predict.space import Choice, Regions, Space
+from piper_dynamo.predict.stages import flops_by_node, own_stages, regions_of
+from piper_dynamo.schedules import SCHEDULES, Shape
+from piper_dynamo.strategies import placement
+from piper_dynamo.strategy import LossPath, Order, Split, Strategy
+from piper_dynamo.summary import facts
+from piper_dynamo.tagging import tag_by_path
+
+SMALL = 48  # so many choices are all planned
+SHOW_AFTER_S = 2.0
+ADAMW = 2.0  # bytes of optimizer state per byte of parameter
+EXPERTS = PREFIX + "EP"
+
+CostsOf: TypeAlias = Costs | Profile | Callable[[Mapping[str, Chunk]], Costs]
+
+
+def search(  # noqa: PLR0913  (each narrows the space in its own way)
+    model: nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    devices: int,
+    *,
+    costs: CostsOf,
+    memory: float | None = None,
+    optimizer: float = ADAMW,
+    schedules: Sequence[str] = tuple(SCHEDULES),
+    pp: Sequence[int] | None = None,
+    microbatches: Sequence[int] | None = None,
+    zero: Sequence[int] = (0, 1, 2, 3),
+    top: int = 10,
+    exhaustive: bool | None = None,
+    loss: LossPath | None = None,
+    compile: str | None = None,
+) -> Search:
+    """The strategies for which a step of a model is predicted to be fastest.
+
+    The model is captured once. Where it does not annotate stages, it is cut into stages of about
+    equal work (`auto_stages`). The same arguments give the same result.
+
+    Args:
+        model: The single-device model; meta models are welcome.
+        inputs: The inputs of the whole job, all replicas together, as for `compile`.
+        devices: Ranks; all are used.
+        costs: What chunks and messages take: a profile of the machine, costs of regions, or a
+            function of chunks, as `lambda chunks: piper.Costs.roofline(chunks, ...)`.
+        memory: Bytes that a rank may hold: parameters, gradients, optimizer state, buffers and
+            what a step needs beside them; None: any number.
+        optimizer: Bytes of optimizer state per byte of parameters that a rank steps; AdamW has 2.
+        schedules: The pipeline schedules to choose from.
+        pp: The numbers of pipeline ranks to choose from; None: all divisors of `devices`.
+        microbatches: Per replica, to choose from; None: all divisors of its rows.
+        zero: The levels of ZeRO to choose from, where there are replicas.
+        top: How many strategies to return.
+        exhaustive: Plan every choice, or only those that their bound lets be among the best; None:
+            all where they are few.
+        loss: Which output is the loss, see `Strategy`.
+        compile: How chunks will run; None: the default of the inputs' device.
+
+    Returns:
+        The best, fastest first, and why each other choice was dropped.
+
+    Raises:
+        PiperStrategyError: There is nothing to choose from.
+        PiperError: The model or the inputs are refused.
+    """
+    if top < 1:
+        raise PiperStrategyError(f"search: top is {top!r}; give a number of at least 1")
+    job = _Job(model, inputs, costs, optimizer=optimizer, loss=loss, compile=compile)
+    space = Space(
+        devices=devices,
+        rows=job.rows,
+        has_experts=job.has_experts,
+        schedules=tuple(schedules),
+        pp=None if pp is None else tuple(pp),
+        microbatches=None if microbatches is None else tuple(microbatches),
+        zero=tuple(zero),
+    )
+    choices = list(space.choices())
+    if not choices:
+        raise PiperStrategyError(
+            format_error("search: there is nothing to choose from", {"why": space.left_out()})
+        )
+    if exhaustive is None:
+        exhaustive = len(choices) <= SMALL
+    found, dropped = _walk(job, choices, memory, top, exhaustive=exhaustive)
+    return Search(
+        best=tuple(found),
+        dropped=tuple(dropped),
+        left_out=tuple(space.left_out()),
+        devices=devices,
+        memory=memory,
+    )
+
+
+def _walk(
+    job: "_Job", choices: list[Choice], memory: float | None, top: int, *, exhaustive: bool
+) -> tuple[list[Found], list[Dropped]]:
+    """Plan choices, those with the lowest bounds first, until no other can be among the best."""
+    dropped: list[Dropped] = []
+    bounded: list[tuple[float, Choice]] = []
+    for choice in tqdm(choices, "bounds", leave=False, delay=SHOW_AFTER_S, disable=None):
+        try:
+            bounded.append((job.bound(choice), choice))
+        except PiperError as error:
+            dropped.append(Dropped(choice=choice, why="refused", detail=str(error)))
+    bounded.sort()
+    best: list[Found] = []
+    for bound, choice in tqdm(bounded, "plans", leave=False, delay=SHOW_AFTER_S, disable=None):
+        if not exhaustive and len(best) == top and bound > best[-1].seconds:
+            text = f"takes at least {bound:.4g}, the last of the best {best[-1].seconds:.4g}"
+            dropped.append(Dropped(choice=choice, why="slower", detail=text))
+            continue
+        try:
+            one = job.found(choice, bound)
+        except PiperError as error:
+            dropped.append(Dropped(choice=choice, why="refused", detail=str(error)))
+            continue
+        if memory is not None and one.memory > memory:
+            text = f"needs {one.memory:.4g} bytes on a rank, of {memory:.4g}"
+            dropped.append(Dropped(choice=choice, why="does not fit", detail=text))
+            continue
+        best = sorted([*best, one], key=lambda f: (f.seconds, f.memory, f.choice))
+        if len(best) > top:
+            text = f"takes {best[-1].seconds:.4g}, the last of the best {best[-2].seconds:.4g}"
+            dropped.append(Dropped(choice=best.pop().choice, why="slower", detail=text))
+    return best, sorted(dropped, key=lambda d: d.choice)
+
+
+class _Job:
+    """A model captured once, and planned under many strategies."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Sequence[Any] | Mapping[str, Any],
+        costs: CostsOf,
+        *,
+        optimizer: float,
+        loss: LossPath | None,
+        compile: str | None,
+    ) -> None:
+        # Two microbatches, so that sizes follow them; of which inputs are split, as the default.
+        wanted = Strategy(Split({}, num_microbatches=2), loss=loss)
+        now = look(model, wanted, inputs, 1, capture=True, compile=compile)
+        self._step, self._call = now.steps[-1], now.calls[-1]
+        self._costs, self._optimizer, self._loss = costs, optimizer, loss
+        self._own = own_stages(self._step.graph)
+        self._flops = flops_by_node(self._step.graph, self._call)
+        self._dims = data_dims(self._call.args, split_of(wanted))
+        self._known: dict[int, tuple[Template, Costs]] = {}
+        specs = {arg.position: arg.spec for arg in self._call.args}
+        sizes = [s.shape[d] for p, d in self._dims.items() if (s := specs[p]) is not None]
+        self.rows = sizes[0] if sizes else 1
+        self.has_experts = any(
+            EXPERTS in tag or EXPERTS + ENTRY in tag for tag in _tags(self._step.graph)
+        )
+
+    def regions(self, stages: int) -> Regions | None:
+        """The regions of so many stages; None where the model's annotations say them.
+
+        Raises:
+            PiperStrategyError: The model says other stages, or cannot be cut into so many.
+        """
+        if not self._own:
+            return regions_of(self._flops, stages)
+        if stages != self._own:
+            raise PiperStrategyError(f"the model's own annotations name {self._own} stages")
+        return None
+
+    def _sized(self, choice: Choice) -> Call:
+        """The call of one replica."""
+        args = tuple(
+            replace(arg, spec=arg.spec.divided(self._dims[arg.position], choice.dp))
+            if arg.kind is ArgKind.DATA and arg.position in self._dims and arg.spec is not None
+            else arg
+            for arg in self._call.args
+        )
+        return replace(self._call, args=args)
+
+    def _costs_of(self, chunks: Mapping[str, Chunk]) -> Costs:
+        if isinstance(self._costs, Costs):
+            return self._costs
+        if isinstance(self._costs, Profile):
+            return self._costs.costs(chunks)
+        return self._costs(chunks)
+
+    def bound(self, choice: Choice) -> float:
+        """What no step of a choice takes less than."""
+        strategy = choice.strategy(self.regions(choice.stages), self._loss)
+        with _tagged(self._step.graph, strategy.regions):
+            template = self._step.under(strategy).template(self._sized(choice))
+        if id(template) not in self._known:
+            self._known[id(template)] = template, self._costs_of(chunks_of(template))
+        places = placement(choice.schedule, choice.pp, choice.stages)
+        ranks: list[list[int]] = [[] for _ in range(choice.pp)]
+        for stage, devices in places.items():
+            ranks[devices[0]].append(stage)
+        is_two_way = SCHEDULES[choice.schedule][1] is Shape.TWO_WAY
+        if is_two_way:  # half of the microbatches go the other way
+            ranks = [[*own, *back] for own, back in zip(ranks, ranks[::-1], strict=True)]
+        return lower_bound(
+            template,
+            self._known[id(template)][1],
+            ranks,
+            choice.microbatches // 2 if is_two_way else choice.microbatches,
+            splits=_splits(strategy),
+            shares_experts=choice.ep > 1,
+        )
+
+    def found(self, choice: Choice, bound: float) -> Found:
+        """A choice planned and simulated."""
+        strategy = choice.strategy(self.regions(choice.stages), self._loss)
+        with _tagged(self._step.graph, strategy.regions):
+            plan = self._step.under(strategy).planned(self._sized(choice), choice.pp * choice.dp)
+        simulated = plan.simulate(self._costs_of(plan.chunks))
+        return Found(
+            choice=choice,
+            strategy=strategy,
+            seconds=simulated.makespan,
+            bound=bound,
+            memory=max(memory_by_rank(plan, self._optimizer).values()),
+        )
+
+
+def memory_by_rank(plan: Plan, optimizer: float = ADAMW) -> dict[int, int]:
+    """The most bytes that each rank holds: state of the model and optimizer, and a step's peak.
+
+    Args:
+        plan: The plan; of replicas that are alike one is looked at.
+        optimizer: Bytes of optimizer state per byte of parameters.
+    """
+    found = {}
+    for program in plan.distinct:
+        one = facts(program, plan.args)
+        held = one.parameters + one.sharded
+        found[program.rank] = round(held * (1 + optimizer)) + one.buffers + one.step_peak
+    return found
+
+
+def _splits(strategy: Strategy) -> bool:
+    """Whether orders name halves of backwards."""
+    tasks = itertools.chain.from_iterable(g for o in strategy.of(Order) for g in o.groups)
+    return any(task.tags.get("PASS") in (Pass.BI.value, Pass.BW.value) for task in tasks)
+
+
+def _graphs(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    return [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
+
+
+def _tags(graph: fx.GraphModule) -> Iterator[Mapping[str, Any]]:
+    for one in _graphs(graph):
+        yield from (node.meta.get("custom") or {} for node in one.graph.nodes)
+
+
+@contextmanager
+def _tagged(graph: fx.GraphModule, regions: Regions | None) -> Iterator[None]:
+    """While the graph is looked at, it has the tags of the regions."""
+    nodes = [node for one in _graphs(graph) for node in one.graph.nodes]
+    before = [node.meta.get("custom") for node in nodes]
+    try:
+        if regions:
+            tag_by_path(graph, regions)
+        yield
+    finally:
+        for node, tags in zip(nodes, before, strict=True):
+            if tags is None:
+                node.meta.pop("custom", None)
+            else:
+                node.meta["custom"] = tags
