@@ -24,7 +24,7 @@ CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help env train test test-slow test-torch fuzz bench-pipeline bench-zero bench-experts \
-	bench-plan bench-init \
+	bench-plan bench-init bench-state \
 	lint format docs clean
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
 	@echo "make bench-plan   time of the proof, the simulation and planning by size"
 	@echo "make bench-init   memory of building a model of a billion parameters under deferred_init"
+	@echo "make bench-state   what steps keep for the backward beside the plan; what saving costs"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and the documents' pictures again"
@@ -95,6 +96,9 @@ bench-plan: $(READY)
 
 bench-init: $(READY)
 	$(PY) -m benchmarks.init $(ARGS)
+
+bench-state: $(READY)
+	$(PY) -m benchmarks.state $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

@@ -36,7 +36,7 @@ from piper_dynamo.mesh import Mesh
 from piper_dynamo.pending import materialize
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.launch import launch, rank, world_size
-from piper_dynamo.strategy import Order, Place, Replicate, Shard, Split, Strategy
+from piper_dynamo.strategy import Order, Place, Recompute, Replicate, Shard, Split, Strategy
 from piper_dynamo.weights import load_state_dict
 
 __version__ = "0.1.0"
@@ -54,6 +54,7 @@ __all__ = [
     "PiperTimeoutError",
     "Place",
     "Plan",
+    "Recompute",
     "Replicate",
     "Shard",
     "Split",

@@ -20,6 +20,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
 from piper_dynamo.agreement import agree, announcement, check_copies, compare
 from piper_dynamo.binding import bind, executor_of
+from piper_dynamo.budgets import budgets_of
 from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import (
     PiperCaptureError,
@@ -177,6 +178,7 @@ class CompiledStep:
                 for arg, value in zip(args, values, strict=True)
                 if arg.kind is ArgKind.NUMBER
             }
+            mode = self._options.compile_for(values)
             template = template_of(
                 self._key,
                 self._gm,
@@ -187,15 +189,18 @@ class CompiledStep:
                 loss=self._loss_index(),
                 training=self._training,
                 paths=self._paths,
-                cuts=cuts_of(strategy, self._options.compile_for(values)),
+                cuts=cuts_of(strategy, mode),
                 capacities=capacities_of(strategy),
+                budgets=budgets_of(strategy),
+                # Inductor draws as many numbers at once as a chunk needs, from one seed.
+                redraws=mode != "inductor",
             )
             self._plans[key] = make_plan(
                 template,
                 strategy,
                 world_size,
                 dims,
-                compile_mode=self._options.compile_for(values),
+                compile_mode=mode,
                 costs=self._options.costs,
                 outputs_everywhere=self._options.outputs == "everywhere",
                 sync=self._sync(values),

@@ -23,7 +23,7 @@ from piper_dynamo.errors import (
     PiperTimeoutError,
     format_error,
 )
-from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram
+from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram, mix_seed
 from piper_dynamo.runtime.comm import Communicator
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
@@ -150,11 +150,8 @@ class Runtime:
 
     def seed(self, microbatch: int, region: int) -> None:
         """Fix a chunk's random numbers by step, global microbatch and region."""
-        number = self.step_seed
-        for part in (self.first_microbatch + microbatch, region):
-            number = (number ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**63 - 1)
-            number ^= number >> 31
-        torch.default_generator.manual_seed(number)
+        seed = mix_seed(self.step_seed, self.first_microbatch + microbatch, region)
+        torch.default_generator.manual_seed(seed)
 
     def begin(self, seconds: float) -> None:
         """On emulated devices: a chunk begins that lasts so long."""

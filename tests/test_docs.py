@@ -225,5 +225,6 @@ def test_readme_names_the_main_commands():
     assert {"train", "test"} <= make_targets_named(first_screen)
     targets = {"help", "env", "train", "test", "test-slow", "test-torch"}
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
+    targets |= {"bench-state"}
     targets |= {"fuzz", "docs", "lint", "format", "clean"}
     assert targets == make_targets()

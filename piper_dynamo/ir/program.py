@@ -51,6 +51,14 @@ Group = tuple[str, tuple[int, ...]]  # a communicator: a stream, and the ranks o
 Groups = tuple[tuple[int, ...], ...]  # a rank takes part in the group that names it
 
 
+def mix_seed(seed: int, *parts: int) -> int:
+    """A seed that depends on all of these."""
+    for part in parts:
+        seed = (seed ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**63 - 1)
+        seed ^= seed >> 31
+    return seed
+
+
 def copy_groups(shard_groups: Groups) -> Groups:
     """The ranks that hold the same block, for each block; none where there is one copy.
 
