@@ -176,7 +176,7 @@ def write_over(graph: fx.Graph) -> None:
 
 
 def seed_draws(graph: fx.Graph) -> None:
-    """Give each draw a seed of its own, that of the chunk and its number in the region.
+    """Give each draw a seed of its own: that of the chunk, and its number there.
 
     A backward that makes a mask again so gets the mask of its forward, whatever else the two draw.
 
@@ -198,7 +198,7 @@ def _chunk_seed() -> int:
 
 
 def _seed_draw(seed: int, number: int) -> None:
-    default_generator.manual_seed(mix_seed(seed, number))
+    default_generator.manual_seed(mix_seed(seed + number))
 
 
 class _Memory:

@@ -19,6 +19,7 @@ from piper_dynamo import capture as capturing
 from piper_dynamo.budgets import Budget, budget_of, budgets_of
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
+from piper_dynamo.filters import Filter
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
@@ -378,13 +379,18 @@ def split_of(strategy: Strategy) -> SplitDirective:
 
 
 def cuts_of(strategy: Strategy, compile_mode: str) -> Cuts:
-    """What cuts the strategy's regions: buckets, and blocks where compiling each once pays."""
+    """What cuts the strategy's regions: buckets, and blocks.
+
+    These where compiling each once pays, and where they are computed again: all of a stage at once
+    would need as much memory as was saved.
+    """
     buckets = tuple(
         (one.filter, int(one.bucket_mb * 2**20))
         for one in strategy.of(ReplicateDirective)
         if one.bucket_mb is not None
     )
-    return Cuts(buckets=buckets, blocks=compile_mode == "inductor")
+    again = tuple(one.filter for one in budgets_of(strategy) if one.budget < 1)
+    return Cuts(buckets=buckets, blocks=(Filter({}),) if compile_mode == "inductor" else again)
 
 
 def replications(strategy: Strategy) -> list[Replication]:

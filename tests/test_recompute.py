@@ -364,6 +364,49 @@ def test_masks_do_not_depend_on_checkpoints() -> None:
             jobs.close(losses(build, budget, placement), want, "losses")
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + torch.tanh(self.inner(F.dropout(torch.tanh(self.inner(h)), 0.25, self.training)))
+
+
+class Blocks(nn.Module):
+    """Four layers with dropout in blocks, which a budget cuts apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x
+        for k, layer in enumerate(self.layers):
+            with piper.annotate("PP", k // 2):
+                h = layer(h)
+        with piper.annotate("PP", 1):
+            return F.mse_loss(h, y)
+
+
+def test_blocks_are_computed_again_one_by_one_with_the_same_masks() -> None:
+    wanted = jobs.strategy(LINE2, 4, "one_f_one_b")
+
+    def job(budget: float) -> jobs.Trace:
+        torch.manual_seed(3)
+        step = piper.compile(Blocks(), recomputed(wanted, budget), example_inputs=rows(8))
+        return jobs.train(step, [rows(8)] * jobs.STEPS)
+
+    whole, cut = (jobs.run_ranks(lambda b=b: job(b), 2) for b in (1.0, 0.0))
+    for one, other in zip(whole, cut, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(one.params[n], other.params[n]) for n in one.params)
+    plan = piper.plan(Blocks(), recomputed(wanted, 0.0), rows(8), 2)
+    regions = [str(region) for region in plan.recomputed]
+    assert regions == ["PP0", "PP0.v1", "PP1", "PP1.v1"]
+    assert "PP0 x2" in plan.summary()
+
+
 class Scaled(nn.Module):
     """dropout(x w), elementwise; the loss is a sum, so the gradient of x is the mask times w."""
 
