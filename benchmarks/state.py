@@ -38,7 +38,7 @@ from piper_dynamo._torch_compat import local_tensor
 from piper_dynamo.runtime.executor import Runtime
 from piper_dynamo.train.config import Config
 
-CONFIG = Config(dim=256, layers=8, heads=8, kv_heads=4, seq=256, batch=64, microbatches=8, pp=2)
+CONFIG = Config(dim=256, layers=8, heads=8, kv_heads=4, seq=256, batch=128, microbatches=8, pp=2)
 # Large beside a call's fixed costs, and steps that last as long as such a model's do.
 SAVED = replace(CONFIG, dim=768, layers=8, heads=12, kv_heads=4, seq=128, batch=16, pp=1)
 OVERLAPPED = 20  # steps that a save is spread over

@@ -82,13 +82,14 @@ class MinCut:
         found = plain
         if budget is not None and budget < 1:
             bare = cut(frozenset())
-            # Else the inputs are more than what is kept of them: more would be kept, not less.
-            if bare.kept_bytes < plain.kept_bytes:
+            spare = plain.kept_bytes - bare.kept_bytes
+            if spare <= 0:  # the inputs are more than what is kept of them
+                bare.drop()
+            elif budget == 0:
                 found = bare
-                if budget > 0:
-                    most = int(budget * (plain.kept_bytes - bare.kept_bytes))
-                    found = cut(self._chosen(plain, bare, held, most))
-                    bare.drop()
+            else:
+                found = cut(self._chosen(plain, bare, held, int(budget * spare)))
+                bare.drop()
         has_checkpoints = recompute.is_checkpointed(graph)
         if budget is None and not has_checkpoints:
             return plain, None

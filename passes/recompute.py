@@ -209,7 +209,7 @@ def choose(values: Sequence[Node], fixed: AbstractSet[Node], most_bytes: int) ->
     stays = {*values, *fixed}
     # Rounded so that the solver's own rounding changes nothing and never exceeds what is allowed.
     weights = [ceil(size / total * _PARTS) / _PARTS for size in sizes]
-    most = int(most_bytes / total * _PARTS) / _PARTS
+    most = min(int(most_bytes / total * _PARTS) / _PARTS, 1.0)
     work = [float(_work_again(node, stays)) for node in values]
     return {values[i] for i in compat.knapsack(weights, work, most)}
 
