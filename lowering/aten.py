@@ -1,12 +1,13 @@
 """Chunks that run operator by operator, with less memory traffic than their graphs ask for.
 
-Three rewrites, each on a copy of a chunk's graph:
+Four rewrites, each on a copy of a chunk's graph:
 
 - `simplify` drops operators that change nothing, and what stands for exchanges of rows; results
   stay the same bit by bit.
 - `write_over` lets a pointwise operator write over an operand that dies there; the same bits.
 - `add_into` lets a matrix product that is a parameter's gradient add to the sum of the microbatches
   before (one rounding less per element than adding afterwards).
+- `seed_draws` makes what an operator draws depend on its number, and not on the draws before.
 
 Signature: chunk -> a graph that runs; chunk -> which of its outputs can be added into sums.
 """
@@ -14,7 +15,7 @@ Signature: chunk -> a graph that runs; chunk -> which of its outputs can be adde
 from collections import Counter
 from typing import Any
 
-from torch import Tag, fx, ops
+from torch import Tag, default_generator, fx, ops
 from torch._ops import OpOverload
 from torch.fx.node import Node
 
@@ -28,6 +29,7 @@ from piper_dynamo.ir.alias import (
     viewed,
 )
 from piper_dynamo.ir.chunk import Chunk, copied, spec_of
+from piper_dynamo.ir.program import mix_seed
 
 aten = ops.aten
 _COMMUTES = (aten.add.Tensor, aten.mul.Tensor)
@@ -69,6 +71,7 @@ def runnable_graph(chunk: Chunk, adds: tuple[int, ...] = ()) -> fx.Graph:
         add_into(graph, adds)
     simplify(graph)
     write_over(graph)
+    seed_draws(graph)
     graph.set_codegen(compat.boxed_codegen())
     return graph
 
@@ -170,6 +173,32 @@ def write_over(graph: fx.Graph) -> None:
         found = _written_over(node, memory, position[node])
         if found is not None:
             memory.hand_over(found, node)
+
+
+def seed_draws(graph: fx.Graph) -> None:
+    """Give each draw a seed of its own: that of the chunk, and its number there.
+
+    A backward that makes a mask again so gets the mask of its forward, whatever else the two draw.
+
+    rewrite:   y = draw(x)   ->   s = chunk_seed() ; ... ; seed(s, number) ; y = draw(x)
+    """
+    draws = [node for node in graph.nodes if "draw" in node.meta]
+    if not draws:
+        return
+    with graph.inserting_before(draws[0]):
+        seed = graph.call_function(_chunk_seed)
+    for node in draws:
+        with graph.inserting_before(node):
+            graph.call_function(_seed_draw, (seed, node.meta["draw"]))
+
+
+def _chunk_seed() -> int:
+    """What the program seeded the generator with before this chunk."""
+    return default_generator.initial_seed()
+
+
+def _seed_draw(seed: int, number: int) -> None:
+    default_generator.manual_seed(mix_seed(seed + number))
 
 
 class _Memory:

@@ -144,7 +144,7 @@ def _run_lines(instr: Instr) -> list[str]:
     written = list(instr.writes())
     call = f"{instr.target}({args})"
     comment = _comment(instr)
-    lines = [f"rt.seed({instr.seed[0]}, {instr.seed[1]})"] if instr.seed is not None else []
+    lines = [f"rt.seed({', '.join(map(str, instr.seed))})"] if instr.seed is not None else []
     lines.append((f"{_targets(written)} = {call}" if written else call) + comment)
     if "_" in written:
         lines.append("del _")

@@ -19,7 +19,7 @@ from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Task
+from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, RegionId, Task
 
 _COLLECTIVES = {kind: Op(kind.value) for kind in COLLECTIVE_KINDS}
 
@@ -52,7 +52,7 @@ def lower(
         place: Only of the ranks at this place of their groups; None: of all.
     """
     position = {node: i for i, node in enumerate(dag.graph.nodes)}
-    region_index = {region: i for i, region in enumerate(dag.regions)}
+    seeds = dag.seeds()
     by_group: dict[tuple[int, ...], list[Node]] = {devices: [] for devices in order}
     for node in dag.graph.nodes:
         task = node.meta.get("task")
@@ -64,7 +64,7 @@ def lower(
         for at, rank in enumerate(devices):
             if place not in (None, at):
                 continue
-            lowering = _Lowering(dag, rank, at, position, region_index, edges)
+            lowering = _Lowering(dag, rank, at, position, seeds, edges)
             lowering.run(tasks, by_group[devices])
             drafts[rank] = lowering.draft
     return [drafts[rank] for rank in sorted(drafts)]
@@ -167,11 +167,11 @@ class _Lowering:
         rank: int,
         place: int,
         position: dict[Node, int],
-        region_index: dict[Any, int],
+        seeds: dict[RegionId, tuple[int, int]],
         edges: tuple[dict[Node, list[Node]], dict[Node, list[Node]]],
     ) -> None:
         self.dag, self.rank, self.place = dag, rank, place
-        self.position, self.region_index = position, region_index
+        self.position, self.seeds = position, seeds
         self.draft = Draft(rank=rank, place=place)
         self.known: set[Node] = set()
         self.waiting: dict[Node, int] = {}
@@ -258,7 +258,7 @@ class _Lowering:
                 bundle_in=bundle_in,
                 bundle_out=bundle_out,
                 num_primals=num_primals,
-                seed=(task.name.mb or 0, self.region_index[task.name.region])
+                seed=(task.name.mb or 0, *self.seeds[task.name.region])
                 if phase.chunk.is_random
                 else None,
                 where=task.where,

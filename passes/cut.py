@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.node import Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from piper_dynamo.ir.alias import drop_dead, exchange_of, root
+from piper_dynamo.ir.alias import draws, drop_dead, exchange_of, root
 from piper_dynamo.ir.chunk import runnable
 from piper_dynamo.ir.joint import Capture
 from piper_dynamo.ir.spec import TensorSpec, contiguous_stride, source_meta
@@ -39,6 +39,7 @@ class RegionGraph:
             output order.
         needed_early: For each backward output, whether another region or the user waits for it
             (BI, not BW).
+        draws: How many of its operators draw random numbers.
     """
 
     region: RegionId
@@ -48,6 +49,7 @@ class RegionGraph:
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     needed_early: tuple[bool, ...]
+    draws: int
 
 
 def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
@@ -220,6 +222,7 @@ def _extract(
         forward=tuple(n.name for n in forward),
         backward=tuple(n.name for n in backward),
         needed_early=tuple(n in crossing or n in early for n in backward),
+        draws=sum(map(draws, graph.nodes)),
     )
 
 

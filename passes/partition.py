@@ -7,23 +7,24 @@ Signature: region joint -> chunks with input and output positions. Regions whose
 share one partition.
 """
 
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.garbage import collect, young_collector
-from piper_dynamo.ir.alias import drop_dead, is_random, operator_name
-from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, runnable, spec_of, structural_key
-from piper_dynamo.ir.graph import is_pick
+from piper_dynamo.ir.alias import drop_dead
+from piper_dynamo.ir.chunk import Chunk, copied, make_chunk, spec_of, structural_key
+from piper_dynamo.ir.joint import Recomputed
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.passes.cut import RegionGraph
+from piper_dynamo.passes.mincut import MinCut
+from piper_dynamo.passes.recompute import number_draws
 
 # What is asked of a chunk's nodes; the rest was for the passes before.
-_CHUNK_META = ("val", "constant", "stack_trace")
+_CHUNK_META = ("val", "constant", "stack_trace", "draw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +50,41 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The phases of a class of equal regions. A phase that would compute nothing is None."""
+    """The phases of a class of equal regions. A phase that would compute nothing is None.
+
+    Attributes:
+        forward: F.
+        backward: B.
+        input_grad: BI.
+        weight_grad: BW.
+        recomputed: What is made again in the backward, where that was asked.
+    """
 
     forward: Phase | None
-    backward: Phase | None
-    input_grad: Phase | None
-    weight_grad: Phase | None
+    backward: Phase | None = None
+    input_grad: Phase | None = None
+    weight_grad: Phase | None = None
+    recomputed: Recomputed | None = None
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Those that compute something."""
+        found = (self.forward, self.backward, self.input_grad, self.weight_grad)
+        return tuple(phase for phase in found if phase is not None)
 
 
 class Partitioner:
     """Partitions regions, each class of equal ones once."""
 
-    def __init__(self, mode: compat.FakeTensorMode) -> None:
-        self._mode = mode
+    def __init__(self, mode: compat.FakeTensorMode, *, redraws: bool = True) -> None:
+        """Args are those of `MinCut`."""
+        self._cut = MinCut(mode=mode, redraws=redraws)
         self._fakes: dict[TensorSpec, torch.Tensor] = {}
-        self._known: dict[tuple[str, int, tuple[bool, ...], tuple[bool, ...]], Partition] = {}
+        self._known: dict[tuple[Any, ...], Partition] = {}
 
-    def __call__(self, region: RegionGraph, keeps_primal: tuple[bool, ...]) -> Partition:
+    def __call__(
+        self, region: RegionGraph, keeps_primal: tuple[bool, ...], budget: float | None = None
+    ) -> Partition:
         """The region's phases.
 
         Args:
@@ -73,16 +92,31 @@ class Partitioner:
             keeps_primal: For each primal, whether the rank holds it anyway until the backward
                 (parameters, buffers,
                 data): such values are read again, others travel in the bundle.
+            budget: How much the forward may keep, see `MinCut`.
         """
-        key = (structural_key(region.graph), len(region.forward), region.needed_early, keeps_primal)
+        shape = (len(region.forward), region.needed_early, keeps_primal)
+        key = (structural_key(region.graph), *shape, budget)
         if key not in self._known:
-            parts = self._split(region, len(region.forward), keeps_primal)
-            self._known[key] = self._phases(region, keeps_primal, *parts)
-            for graph in parts[:2]:
-                if graph is not None:
-                    compat.drop_graph(graph)
-            self._slim(self._known[key])
+            made = self._partition(region, keeps_primal, budget)
+            self._slim(made)
+            self._known[key] = made
         return self._known[key]
+
+    def _partition(
+        self, region: RegionGraph, keeps_primal: tuple[bool, ...], budget: float | None
+    ) -> Partition:
+        if not region.backward:
+            forward = copied(region.graph)
+            number_draws(forward)
+            return self._phases(region, keeps_primal, forward, None, [])
+        placeholders = region.graph.find_nodes(op="placeholder")
+        held = {n for n, stays in zip(placeholders, keeps_primal, strict=False) if stays}
+        halves, recomputed = self._cut(region.graph, len(region.forward), held, budget)
+        made = self._phases(
+            region, keeps_primal, halves.forward, halves.backward, list(halves.saved)
+        )
+        halves.drop()
+        return replace(made, recomputed=recomputed)
 
     def _slim(self, partition: Partition) -> None:
         """Leave what chunks are asked for: they live as long as the plans made of them.
@@ -90,8 +124,7 @@ class Partitioner:
         Nothing asks which of their values share memory by what the fake tensors say, so that one
         stands for all that look the same: a chunk has many values and few shapes.
         """
-        phases = (getattr(partition, f.name) for f in fields(partition))
-        for node in (n for p in phases if p is not None for n in p.chunk.graph.nodes):
+        for node in (n for phase in partition.phases for n in phase.chunk.graph.nodes):
             node.meta = {k: node.meta[k] for k in _CHUNK_META if k in node.meta}
             spec = spec_of(node)
             if spec is not None:
@@ -121,19 +154,15 @@ class Partitioner:
             gives_bundle=bool(bundled),
         )
         if backward is None:
-            return Partition(forward=phase_f, backward=None, input_grad=None, weight_grad=None)
+            return Partition(forward=phase_f)
         everything = tuple(range(len(region.backward)))
         phase_b = _phase(
             backward, primal_index, tangent_index, bundled, results=everything, gives_bundle=False
         )
         if all(region.needed_early):
-            return Partition(
-                forward=phase_f, backward=phase_b, input_grad=phase_b, weight_grad=None
-            )
+            return Partition(forward=phase_f, backward=phase_b, input_grad=phase_b)
         if not any(region.needed_early):
-            return Partition(
-                forward=phase_f, backward=phase_b, input_grad=None, weight_grad=phase_b
-            )
+            return Partition(forward=phase_f, backward=phase_b, weight_grad=phase_b)
         early, late, kept, early_results, late_results = _split_backward(
             backward, region.needed_early, primal_index, keeps_primal
         )
@@ -144,92 +173,6 @@ class Partitioner:
         return Partition(
             forward=phase_f, backward=phase_b, input_grad=phase_bi, weight_grad=phase_bw
         )
-
-    def _split(
-        self, region: RegionGraph, num_forward: int, keeps_primal: tuple[bool, ...]
-    ) -> tuple[fx.Graph, fx.Graph | None, list[str]]:
-        """Forward graph, backward graph, names of the saved values (forward nodes or primals)."""
-        graph = region.graph
-        if not region.backward:
-            return copied(graph), None, []
-        placeholders = graph.find_nodes(op="placeholder")
-        held = {n for n, stays in zip(placeholders, keeps_primal, strict=False) if stays}
-        decisions = _decisions(graph)
-        for node in graph.nodes:
-            _mark(node, held, decisions)
-        joint = runnable(graph)
-        inputs = [n.meta["val"] for n in placeholders]
-        with young_collector():
-            fw, bw = compat.min_cut_partition(joint, inputs, num_forward, self._mode)
-        fw_outputs = fw.graph.find_nodes(op="output")[0].args[0]
-        saved_nodes = list(fw_outputs[num_forward:])
-        bw_inputs = list(bw.graph.find_nodes(op="placeholder"))
-        saved = [n.name for n in saved_nodes]
-        forward, backward = fw.graph, copied(bw.graph)
-        # The partitioner's backward takes the saved values by position, then the tangents.
-        by_name = {n.name: n for n in backward.find_nodes(op="placeholder")}
-        for name, old in zip(saved, bw_inputs[: len(saved)], strict=True):
-            by_name[old.name].meta["saved"] = name
-        for done in (joint.graph, bw.graph):
-            compat.drop_graph(done)
-        collect()
-        return forward, backward, saved
-
-
-def _decisions(graph: fx.Graph) -> set[Node]:
-    """What turns real numbers into whole ones, and experts' routings.
-
-    Computed again, a score may differ in its last bit, and where two are nearly equal so would the
-    places chosen by them, while values that were moved by the first choice have left the chunk. A
-    pooling's places serve its own backward alone: both neighbours are right there.
-    """
-    found: set[Node] = set()
-    from_reals: set[Node] = set()  # comparisons
-    for node in graph.nodes:
-        name = operator_name(node)
-        if node.op != "call_function" or "pool" in name or name.endswith("_like"):
-            continue
-        dtypes = _dtypes(node)
-        given = node.all_input_nodes
-        is_real = any(n in from_reals or any(map(_is_real, _dtypes(n))) for n in given)
-        if node.target is torch.ops.piper.route.default:
-            found.add(node)
-        elif is_real and torch.bool in dtypes:
-            from_reals.add(node)
-        elif is_real and not is_pick(node) and not all(map(_is_real, dtypes)):
-            found.add(node)
-    return found
-
-
-def _dtypes(node: Node) -> list[torch.dtype]:
-    value = node.meta.get("val")
-    parts = value if isinstance(value, tuple | list) else [value]
-    return [part.dtype for part in parts if isinstance(part, torch.Tensor)]
-
-
-def _is_real(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _mark(node: Node, held: AbstractSet[Node], decisions: AbstractSet[Node]) -> None:
-    """Tell the partitioner what is recomputed and what may not be.
-
-    Args:
-        node: Of a region's joint graph.
-        held: Its inputs that the rank has in the backward anyway.
-        decisions: Operators whose results are kept.
-    """
-    # A lookup copies rows, no more: made again it costs what reading the kept rows would.
-    looks_up = node.target is torch.ops.aten.embedding.default
-    if node.meta.get("piper_free") or (looks_up and held >= set(node.all_input_nodes)):
-        node.meta["recompute"] = compat.CheckpointPolicy.MUST_RECOMPUTE
-    elif is_random(node) or any(is_random(i) for i in node.all_input_nodes):
-        # Drawn again, a mask would differ; the seed belongs to the forward chunk.
-        node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
-    elif node in decisions or (is_pick(node) and node.args[0] in decisions):
-        node.meta["recompute"] = compat.CheckpointPolicy.MUST_SAVE
-    if "recompute" in node.meta:
-        node.meta.setdefault("ac_graph_id", 0)
 
 
 def _set_outputs(graph: fx.Graph, num_results: int, bundled: list[str]) -> None:
@@ -276,6 +219,7 @@ def _phase(
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
             values[node] = new.node_copy(node, values.__getitem__)
+            values[node].meta.pop("recompute", None)  # a chunk is what it computes
     outputs = graph.find_nodes(op="output")[0].args[0]
     new.output(tuple(values[n] if isinstance(n, Node) else n for n in outputs))
     if not outputs:

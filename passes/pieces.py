@@ -28,11 +28,16 @@ class Cuts:
     Attributes:
         buckets: Filters, and the most bytes of parameters that a piece of what they match uses
             first. One parameter may have more.
-        blocks: Whether each block is a piece, so that equal ones are compiled once.
+        blocks: Filters of regions in which each block is a piece: equal ones are compiled once, and
+            one that is computed again in the backward is so by itself.
     """
 
     buckets: tuple[tuple[Any, int], ...] = ()
-    blocks: bool = False
+    blocks: tuple[Any, ...] = ()
+
+    def at_blocks(self, tags: Tags) -> bool:
+        """Whether a region is cut at its blocks."""
+        return any(one.matches(dict(tags)) for one in self.blocks)
 
     def limit(self, tags: Tags) -> int | None:
         """The bucket size of a region."""
@@ -82,7 +87,7 @@ def number_pieces(
         comes = max(nbytes, whole.get((key, block), 0)) if starts else nbytes
         limit = cuts.limit(key)
         full = limit is not None and piece.nbytes > 0 < comes and piece.nbytes + comes > limit
-        if full or (cuts.blocks and starts and found):
+        if full or (starts and found and cuts.at_blocks(key)):
             piece.number += 1
             piece.nbytes = 0
         piece.block = block

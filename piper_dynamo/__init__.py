@@ -40,7 +40,7 @@ from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.search import search
 from piper_dynamo.predict.stages import auto_stages
 from piper_dynamo.runtime.launch import launch, rank, world_size
-from piper_dynamo.strategy import Order, Place, Replicate, Shard, Split, Strategy
+from piper_dynamo.strategy import Order, Place, Recompute, Replicate, Shard, Split, Strategy
 from piper_dynamo.weights import load_state_dict
 
 __version__ = "0.1.0"
@@ -59,6 +59,7 @@ __all__ = [
     "Place",
     "Plan",
     "Profile",
+    "Recompute",
     "Replicate",
     "Shard",
     "Split",

@@ -21,6 +21,7 @@ from torch._dynamo.exc import (
     TorchDynamoException,
 )
 from torch._functorch import config as functorch_config
+from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -227,6 +228,24 @@ def trace_forward(gm: fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
     except _Captured as captured:
         return _flat_graph(captured.gm)
     raise AssertionError("AOTAutograd did not compile")
+
+
+def knapsack(weights: Sequence[float], values: Sequence[float], most: float) -> list[int]:
+    """The items worth most together that weigh at most `most`, by torch's knapsack solver.
+
+    Args:
+        weights: Of each item, as parts of 1; they are rounded to ten-thousandths.
+        values: Of each item.
+        most: As the weights.
+    """
+    return sorted(dp_knapsack(list(weights), list(values), most)[1])
+
+
+def flop_formula(target: Any) -> Callable[..., Any] | None:
+    """Torch's formula for the FLOPs of an operator: called with its arguments and `out_val=`."""
+    packet = getattr(target, "overloadpacket", None)
+    found: Callable[..., Any] | None = flop_registry.get(packet)
+    return found
 
 
 def min_cut_partition(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo.budgets import budgets_of
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.options import Options
@@ -91,6 +92,9 @@ class CapturedStep:
             paths=self._paths,
             cuts=cuts_of(self.strategy, call.compile_mode),
             capacities=capacities_of(self.strategy),
+            budgets=budgets_of(self.strategy),
+            # Inductor draws as many numbers at once as a chunk needs, from one seed.
+            redraws=call.compile_mode != "inductor",
         )
 
     def planned(self, call: Call, world_size: int, *, sync: bool = True) -> Plan:

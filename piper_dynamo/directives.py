@@ -315,6 +315,46 @@ class Shard(_Record):
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
+class Recompute(_Record):
+    """Keep less of the matched regions' forwards, and compute it again in their backwards.
+
+    rewrite:   F keeps a, b, c ; B uses them  ->  F keeps a ; B computes b and c from it, uses them
+    requires:  a region has one budget
+    keeps:     values bitwise, dropout's masks too; experts' choices and exchanged rows are kept
+
+    Attributes:
+        filter: Which regions.
+        budget: 0 keeps of a region only what comes into it; 1 keeps what is kept without a
+            Recompute; between the two, that part of the difference in bytes, chosen so that the
+            least work is done again.
+        where: The user's line.
+    """
+
+    filter: Filter
+    budget: float = 0.0
+    where: str = _where()
+
+    def __init__(self, filter: FilterLike | Filter, *, budget: float = 0.0) -> None:
+        """Check and store.
+
+        Raises:
+            PiperStrategyError: Lists every argument that is not allowed.
+        """
+        where = user_line()
+        faults = Faults("piper.Recompute", where)
+        wanted = _region_filter(filter, faults)
+        if "MB" in wanted.tags:
+            faults.say(
+                "filter asks for MB; a region keeps as much of each microbatch, leave it out"
+            )
+        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if not is_number or not 0 <= budget <= 1:
+            faults.add("budget", budget, "must be a number from 0 (inputs alone) to 1 (all)")
+        faults.check()
+        self._store(filter=wanted, budget=float(budget), where=where)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Order(_Record):
     """Fix when compute tasks of one device group run: a group's tasks before the next group's.
 
@@ -402,4 +442,4 @@ def _is_positive(value: object) -> bool:
     )
 
 
-Directive: TypeAlias = Split | Place | Replicate | Shard | Order
+Directive: TypeAlias = Split | Place | Replicate | Shard | Recompute | Order

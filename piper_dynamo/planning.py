@@ -15,12 +15,14 @@ from torch import fx
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
+from piper_dynamo.budgets import Budget, budget_of, budgets_of
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
+from piper_dynamo.filters import Filter
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
-from piper_dynamo.ir.joint import Arg
+from piper_dynamo.ir.joint import Arg, Recomputed
 from piper_dynamo.ir.meaning import Meaning, as_placed, meaning_of
 from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
 from piper_dynamo.ir.task import RegionId
@@ -40,6 +42,7 @@ from piper_dynamo.passes.partition import Partitioner
 from piper_dynamo.passes.pieces import Cuts
 from piper_dynamo.passes.pipeline import GraphPass, run_passes, verify_level
 from piper_dynamo.passes.place import Place, Placement
+from piper_dynamo.passes.recompute import check_budgets
 from piper_dynamo.passes.regions import find_regions
 from piper_dynamo.passes.replicate import Replicate, Replication
 from piper_dynamo.passes.shard import Shard, Sharding
@@ -75,6 +78,7 @@ class Template:
         changed: Positions of the buffers that the call changes.
         untagged: Forward nodes that carried no tag: user line and the region they joined.
         halves: For each region, whether it has input-gradient and weight-gradient work.
+        recomputed: Of regions that make something again, what that saves and costs.
         check: Compares a DAG with the captured graph, at level 3 of PIPER_VERIFY; else None.
     """
 
@@ -83,6 +87,7 @@ class Template:
     changed: frozenset[int]
     untagged: tuple[tuple[str, RegionId], ...]
     halves: dict[str, tuple[bool, bool]]
+    recomputed: dict[RegionId, Recomputed]
     check: Callable[[Dag], None] | None
 
 
@@ -116,6 +121,7 @@ class Plan:
         dims: The dim along which each data argument is split, by position.
         untagged: Forward nodes that carried no tag: user line and the region they joined.
         halves: For each region, whether it has input-gradient and weight-gradient work.
+        recomputed: Of regions that make something again, what that saves and costs in a microbatch.
         groups: The device groups.
         meaning: What the step has to compute, for the proof.
     """
@@ -129,6 +135,7 @@ class Plan:
     dims: dict[int, int]
     untagged: tuple[tuple[str, RegionId], ...]
     halves: dict[str, tuple[bool, bool]]
+    recomputed: Mapping[RegionId, Recomputed]
     groups: tuple[tuple[int, ...], ...]
     meaning: Meaning
     _fingerprint: str = field(default="")
@@ -291,6 +298,7 @@ class Plan:
             training=self.dag.training,
             untagged=self.untagged,
             communicators=self.communicators(),
+            recomputed=self.recomputed,
         )
 
     def __str__(self) -> str:
@@ -316,6 +324,8 @@ def template_of(  # noqa: PLR0913
     paths: Mapping[int, str] | None = None,
     cuts: Cuts | None = None,
     capacities: tuple[Bound, ...] = (),
+    budgets: tuple[Budget, ...] = (),
+    redraws: bool = True,
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
 
@@ -331,6 +341,8 @@ def template_of(  # noqa: PLR0913
         paths: The user's path of each output, for messages, where it is known.
         cuts: What cuts regions into pieces.
         capacities: What bounds how many rows experts take.
+        budgets: What bounds how much regions keep for their backward.
+        redraws: Whether chunks can draw random numbers again in the backward.
     """
     checks_values = verify_level() >= 3
     full = (
@@ -343,6 +355,8 @@ def template_of(  # noqa: PLR0913
         training,
         cuts,
         capacities,
+        budgets,
+        redraws,
         checks_values,
     )
     if key is not None and full in _templates:
@@ -355,10 +369,11 @@ def template_of(  # noqa: PLR0913
     set_capacities(captured, regions, capacities)
     graphs = cut(captured, regions)
     kept = {captured.placeholders[a.position] for a in args}
-    partitioner = Partitioner(captured.mode)
+    partitioner = Partitioner(captured.mode, redraws=redraws)
     partitions = {}
     for region, graph in graphs.items():
-        partitions[region] = partitioner(graph, tuple(name in kept for name in graph.primals))
+        keeps = tuple(name in kept for name in graph.primals)
+        partitions[region] = partitioner(graph, keeps, budget_of(budgets, region))
         compat.drop_graph(graph.graph)
         collect()
     template = Template(
@@ -370,6 +385,7 @@ def template_of(  # noqa: PLR0913
             str(region): (p.input_grad is not None, p.weight_grad is not None)
             for region, p in partitions.items()
         },
+        recomputed={r: p.recomputed for r, p in partitions.items() if p.recomputed is not None},
         check=value_checker(captured, regions, dims) if checks_values else None,
     )
     if template.check is None:
@@ -386,13 +402,18 @@ def split_of(strategy: Strategy) -> SplitDirective:
 
 
 def cuts_of(strategy: Strategy, compile_mode: str) -> Cuts:
-    """What cuts the strategy's regions: buckets, and blocks where compiling each once pays."""
+    """What cuts the strategy's regions: buckets, and blocks.
+
+    These where compiling each once pays, and where they are computed again: all of a stage at once
+    would need as much memory as was saved.
+    """
     buckets = tuple(
         (one.filter, int(one.bucket_mb * 2**20))
         for one in strategy.of(ReplicateDirective)
         if one.bucket_mb is not None
     )
-    return Cuts(buckets=buckets, blocks=compile_mode == "inductor")
+    again = tuple(one.filter for one in budgets_of(strategy) if one.budget < 1)
+    return Cuts(buckets=buckets, blocks=(Filter({}),) if compile_mode == "inductor" else again)
 
 
 def replications(strategy: Strategy) -> list[Replication]:
@@ -466,7 +487,7 @@ def refuse_unsupported(strategy: Strategy) -> None:
             format_error(
                 "the strategy asks for what this version does not do",
                 {"directives": "\n".join(faults)},
-                hint="supported: Split({}), Place, Replicate, Shard, Order",
+                hint="supported: Split({}), Place, Replicate, Shard, Recompute, Order",
             )
         )
 
@@ -504,6 +525,7 @@ def make_plan(  # noqa: PLR0913
     split = split_of(strategy)
     orders = strategy.of(OrderDirective)
     dag = replace(template.dag, chunks=dict(template.dag.chunks), orders=[], layouts={}, makers={})
+    check_budgets(budgets_of(strategy), dag)
     per_microbatch = callable(split.loss)
     first: list[GraphPass] = [
         Split(split.num_microbatches, dims, weight_per_microbatch=per_microbatch)
@@ -550,6 +572,7 @@ def make_plan(  # noqa: PLR0913
         dims=dims,
         untagged=template.untagged,
         halves=template.halves,
+        recomputed=template.recomputed,
         groups=groups,
         meaning=meaning,
     )

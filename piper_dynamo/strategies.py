@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import assert_never
 
-from piper_dynamo.directives import Keep, Loss, Place, Replicate, Rule, Shard, Split
+from piper_dynamo.directives import Keep, Loss, Place, Recompute, Replicate, Rule, Shard, Split
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.schedules import SCHEDULES, Shape
 from piper_dynamo.strategy import LossPath, Strategy
@@ -109,6 +109,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     keep: Keep = "chunk",
     expert_ranks: int = 1,
     capacity: int | float | None = None,
+    recompute: float | None = None,
     inputs: Mapping[str, Rule] | None = None,
     combine: Loss = "mean",
     loss: LossPath | None = None,
@@ -129,6 +130,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         expert_ranks: How many of the replicas share the experts (regions tagged "EP") of one copy;
             a divisor of `replicas`.
         capacity: How many rows an expert takes of one rank's microbatch, see `Shard`.
+        recompute: How much stages keep of their forward, see `Recompute`; None: what pays.
         inputs: How each argument is split, see `Split`.
         combine: How the microbatches' losses combine, see `Split`.
         loss: Which output is the loss, see `Strategy`.
@@ -167,6 +169,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         *places(schedule, devices, num_microbatches),
         *([how] if replicas > 1 else []),
         *([shard] if has_shard else []),
+        *([] if recompute is None else [Recompute({"PP": "*"}, budget=recompute)]),
         *build(devices, num_microbatches),
         mesh=mesh,
         loss=loss,

@@ -9,12 +9,13 @@ Signature: all ranks' programs -> records; -> text.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from piper_dynamo.errors import PiperSyntaxError
-from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.ir.flops import show_flops
+from piper_dynamo.ir.joint import Arg, ArgKind, Recomputed
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import (
     COLLECTIVES,
@@ -113,7 +114,7 @@ class Use:
     collectives: Traffic
 
 
-def summarize(
+def summarize(  # noqa: PLR0913
     programs: Sequence[RankProgram],
     args: Sequence[Arg],
     *,
@@ -123,6 +124,7 @@ def summarize(
     training: bool,
     untagged: Sequence[tuple[str, RegionId]],
     communicators: Sequence[Group] = (),
+    recomputed: Mapping[RegionId, Recomputed] | None = None,
 ) -> str:
     """Ranks, what they hold, run, send, gather and reduce per step, and predicted memory.
 
@@ -135,6 +137,7 @@ def summarize(
         training: Whether there is a backward.
         untagged: Lines of operators without a tag, and the region they joined.
         communicators: What ranks create before the first step, in that order.
+        recomputed: Of regions that make something again, what that saves and costs.
     """
     heading = [
         _many(world_size, "rank"),
@@ -154,6 +157,7 @@ def summarize(
         )
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
+    lines += _recomputed_lines(recomputed or {})
     unique = {key for program in programs for _, key in program.chunks}
     lines.append(f"{_many(len(unique), 'chunk')} to compile")
     lines += _edge_lines(edges(programs))
@@ -253,6 +257,25 @@ def uses(programs: Sequence[RankProgram], communicators: Sequence[Group]) -> lis
         Use(stream=stream, ranks=ranks, collectives=Traffic.of(sizes))
         for (stream, ranks), sizes in found.items()
     ]
+
+
+def _recomputed_lines(found: Mapping[RegionId, Recomputed]) -> list[str]:
+    """A table of what regions keep less of and compute again, pieces of one region together."""
+    stages: dict[str, list[Recomputed]] = {}
+    for region, one in found.items():
+        stages.setdefault(str(RegionId(tags=region.tags)), []).append(one)
+    rows = []
+    for stage, parts in stages.items():
+        kept, without = (sum(getattr(p, f) for p in parts) for f in ("kept_bytes", "kept_without"))
+        name = stage if len(parts) == 1 else f"{stage} x{len(parts)}"
+        again, flops = sum(p.matmuls for p in parts), sum(p.flops for p in parts)
+        row = [name, show_bytes(kept), show_bytes(without), show_bytes(without - kept)]
+        rows.append([*row, show_flops(flops), str(again)])
+    if not rows:
+        return []
+    heads = ["region", "kept", "without", "saved", "added", "products again"]
+    title = "recomputation: what a microbatch keeps for its backward, and what that does again"
+    return [title, *table(heads, rows[:_LISTED], left=("region",)), *_rest(rows)]
 
 
 def _edge_lines(found: Sequence[Edge]) -> list[str]:

@@ -23,7 +23,7 @@ from piper_dynamo.errors import (
     PiperTimeoutError,
     format_error,
 )
-from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram
+from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram, mix_seed
 from piper_dynamo.runtime.comm import Communicator
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
@@ -148,13 +148,11 @@ class Runtime:
         """An output over all microbatches."""
         return torch.stack(list(parts)) if dim is None else torch.cat(list(parts), dim)
 
-    def seed(self, microbatch: int, region: int) -> None:
-        """Fix a chunk's random numbers by step, global microbatch and region."""
-        number = self.step_seed
-        for part in (self.first_microbatch + microbatch, region):
-            number = (number ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**63 - 1)
-            number ^= number >> 31
-        torch.default_generator.manual_seed(number)
+    def seed(self, microbatch: int, region: int, first_draw: int) -> None:
+        """Fix a chunk's random numbers by step, global microbatch, region and place in it."""
+        seed = mix_seed(self.step_seed, self.first_microbatch + microbatch, region)
+        # Not mixed: the next piece's first draw is the one after this piece's last.
+        torch.default_generator.manual_seed(seed + first_draw)
 
     def begin(self, seconds: float) -> None:
         """On emulated devices: a chunk begins that lasts so long."""

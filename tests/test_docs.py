@@ -226,5 +226,6 @@ def test_readme_names_the_main_commands():
     targets = {"help", "env", "train", "test", "test-slow", "test-torch"}
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
     targets |= {"bench-predict"}
+    targets |= {"bench-state"}
     targets |= {"fuzz", "docs", "lint", "format", "clean"}
     assert targets == make_targets()

@@ -9,7 +9,7 @@ import piper_dynamo as piper
 from piper_dynamo import planning
 from piper_dynamo.ir.alias import operator_name
 from piper_dynamo.ir.program import EXCHANGES
-from piper_dynamo.passes import partition
+from piper_dynamo.passes import recompute
 from tests import experts, jobs, replicas
 from tests.experts import EXPERTS, Mixture
 from tests.models import fill, rows
@@ -56,7 +56,7 @@ def choosing(plan: piper.Plan) -> set[str]:
 
 def decide_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: checkpoints compute choices again; nothing is known of what was captured before."""
-    monkeypatch.setattr(partition, "_decisions", lambda graph: set())
+    monkeypatch.setattr(recompute, "_decisions", lambda graph: set())
     monkeypatch.setattr(planning, "_templates", {})
     torch._dynamo.reset()
 

@@ -204,7 +204,7 @@ def test_statistics_of_a_microbatch(schedule: str) -> None:
     check(NORM, LINE2, 4, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
 def test_running_statistics_by_hand(schedule: str) -> None:
     """Momentum .1 over microbatches (0, 2) and (4, 6): mean .59, variance 1.19, two seen."""
 
@@ -219,6 +219,27 @@ def test_running_statistics_by_hand(schedule: str) -> None:
     assert found["norm.running_mean"] == pytest.approx(0.59, abs=1e-12)
     assert found["norm.running_var"] == pytest.approx(1.19, abs=1e-12)
     assert found["norm.num_batches_tracked"] == 2
+
+
+def test_running_statistics_of_replicas_are_their_own() -> None:
+    """As DDP's with broadcast_buffers=False: of a replica's own rows, 0 and 2 or 4 and 6."""
+    placement = {0: [0, 1], 1: [2, 3]}
+    wanted = piper.Strategy(
+        *jobs.strategy(placement, 1, "one_f_one_b").directives, piper.Replicate({"PP": "*"})
+    )
+
+    def job() -> dict[str, float]:
+        model = NormOfOne()
+        mine = NormOfOne.batch()[0].chunk(2)[piper.rank() % 2]
+        step = piper.compile(model, wanted, example_inputs=(mine,))
+        step(mine).backward()
+        return {n: float(b) for n, b in model.named_buffers()}
+
+    first, second, *_ = jobs.run_ranks(job, 4)
+    for found, mean in ((first, 0.1), (second, 0.5)):
+        assert found["norm.running_mean"] == pytest.approx(mean, abs=1e-12)
+        assert found["norm.running_var"] == pytest.approx(1.1, abs=1e-12)
+        assert found["norm.num_batches_tracked"] == 1
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])

@@ -52,7 +52,7 @@ def test_without_cuts_a_stage_is_one_region():
 
 
 def test_every_block_is_a_piece():
-    assert regions(Cuts(blocks=True)) == ["PP0", "PP0.v1", "PP1", "PP1.v1"]
+    assert regions(Cuts(blocks=(Filter({}),))) == ["PP0", "PP0.v1", "PP1", "PP1.v1"]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ _directive = st.one_of(
         keep=st.sampled_from(["chunk", "step", 1, 5]),
     ),
     st.builds(piper.Shard, _region, axes=_axes, stream=_stream, capacity=st.none() | _number),
+    st.builds(piper.Recompute, st.fixed_dictionaries({"PP": _index}), budget=st.floats(0, 1)),
     st.builds(
         piper.Order,
         st.lists(_task | st.lists(_task, min_size=1, max_size=3), min_size=1, max_size=12),
@@ -120,6 +121,7 @@ def example() -> piper.Strategy:
         piper.Place({"PP": 0, "MB": range(4)}, [0, 1]),
         piper.Replicate({"PP": "*"}, axes=["dp"], zero=3, keep="step"),
         piper.Shard({"EP": "*"}, stream="ep", capacity=1.5),
+        piper.Recompute({"PP": 0}, budget=0.5),
         piper.Order([{"PP": 0, "PASS": "F"}, [{"PP": 0, "PASS": "BI"}]]),
         *piper.schedules.one_f_one_b({0: [0, 1]}, 2),
         mesh=piper.Mesh((2,), ("dp",)),
@@ -137,6 +139,7 @@ piper.Strategy(
     piper.Place({"PP": 0, "MB": range(4)}, devices=[0, 1]),
     piper.Replicate({"PP": "*"}, axes=("dp",), zero=3, keep="step"),
     piper.Shard({"EP": "*"}, stream="ep", capacity=1.5),
+    piper.Recompute({"PP": 0}, budget=0.5),
     piper.Order([{"PP": 0, "PASS": "F"}, {"PP": 0, "PASS": "BI"}]),
     piper.Order([
         {"PP": 0, "MB": 0, "PASS": "F"},
@@ -171,9 +174,10 @@ def test_a_line_outside_any_user_code_is_empty():
 def test_of_gives_one_kind_in_order():
     made = example()
     assert [type(d) for d in made.directives] == [
-        piper.Split, piper.Place, piper.Replicate, piper.Shard, piper.Order, piper.Order,
+        piper.Split, piper.Place, piper.Replicate, piper.Shard, piper.Recompute, piper.Order,
+        piper.Order,
     ]  # fmt: skip
-    assert made.of(piper.Order) == made.directives[4:]
+    assert made.of(piper.Order) == made.directives[5:]
     assert piper.Strategy().of(piper.Split) == ()
 
 
@@ -274,6 +278,11 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: piper.Shard(P, capacity=0), "capacity=0: must be a number of rows"),
     (lambda: piper.Shard(P, capacity=float("nan")), "capacity=nan: must be a number of rows"),
     (lambda: piper.Shard(P, stream=""), "stream='': must be a name"),
+    (lambda: piper.Recompute(P, budget=1.5), "budget=1.5: must be a number from 0"),
+    (lambda: piper.Recompute(P, budget=float("nan")), "budget=nan: must be a number from 0"),
+    (lambda: piper.Recompute(P, budget=True), "budget=True: must be a number from 0"),
+    (lambda: piper.Recompute({"PP": 0, "MB": 1}), "filter asks for MB"),
+    (lambda: piper.Recompute({"PP": 0, "PASS": "B"}), "filter asks for PASS"),
     (lambda: piper.Shard(P, axes=[]), "axes=[]: must be a tuple of one or more names"),
     (lambda: piper.Order([]), "groups=[]: is empty; leave the Order out"),
     (lambda: piper.Order(P), "groups={'PP': 0}: must be a list of groups"),
@@ -336,7 +345,7 @@ BAD_STRATEGIES: list[tuple[Callable[[], Any], str]] = [
     (lambda: piper.Strategy("gpipe"), "argument 0='gpipe': is no directive"),
     (
         lambda: piper.Strategy(3),
-        "argument 0=3: must be a directive: Split, Place, Replicate, Shard, Order",
+        "argument 0=3: must be a directive: Split, Place, Replicate, Shard, Recompute, Order",
     ),
     (lambda: piper.Strategy(piper.Place), "must be a directive: Split, Place, Replicate"),
     (

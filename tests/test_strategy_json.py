@@ -16,6 +16,7 @@ def test_how_a_strategy_looks_in_json():
         piper.Place({"PP": 0, "MB": range(4)}, [0, 1]),
         piper.Replicate({"PP": "*"}, axes=["dp"], zero=3, keep="step"),
         piper.Shard({"EP": "*"}, stream="ep", capacity=1.5),
+        piper.Recompute({"PP": 0}, budget=0.5),
         piper.Order([{"PP": 0, "PASS": "F"}, [{"PP": 0, "PASS": "BI"}]]),
         *piper.schedules.one_f_one_b({0: [0, 1]}, 2),
         mesh=piper.Mesh((2,), ("dp",)),
@@ -32,6 +33,7 @@ def test_how_a_strategy_looks_in_json():
     {"op": "place", "filter": {"PP": 0, "MB": [0, 1, 2, 3]}, "devices": [0, 1]},
     {"op": "replicate", "filter": {"PP": "*"}, "axes": ["dp"], "zero": 3, "keep": "step"},
     {"op": "shard", "filter": {"EP": "*"}, "stream": "ep", "capacity": 1.5},
+    {"op": "recompute", "filter": {"PP": 0}, "budget": 0.5},
     {"op": "order", "groups": [
       [{"PP": 0, "PASS": "F"}],
       [{"PP": 0, "PASS": "BI"}]

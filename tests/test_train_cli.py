@@ -113,6 +113,8 @@ def refusal(*arguments: str) -> str:
         ("--model moe --capacity 2 --compare", "--capacity 2 drops tokens"),
         ("--model moe --ep 2 --ranks 2", "--ranks is 2, but --pp 2 x --ep 2 needs 4"),
         ("--save-every -1", "--save-every is -1; give a number of at least 0"),
+        ("--recompute half", "--recompute is 'half'; choose full, or how much is kept: 0 to 1"),
+        ("--recompute 1.5", "--recompute is '1.5'; choose full"),
         ("--keep-last 3", "--keep-last 3 keeps nothing without --save-every"),
         ("--save-every 5 --keep-last 0", "--keep-last is 0; give a number of at least 1"),
         ("--resume runs --compare", "--compare is about a run's first steps"),
@@ -187,6 +189,10 @@ def test_experts_are_in_the_strategy():
     assert [place.devices for place in copies.of(piper.Place)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     bounded = Config(model="moe", pp=2, ep=2, capacity=1.25).strategy()
     assert bounded.of(piper.Shard) == (piper.Shard({"EP": "*"}, capacity=1.25),)
+    for asked, budget in (("full", 0.0), ("0.5", 0.5)):
+        wanted = Config(recompute=asked).strategy()
+        assert wanted.of(piper.Recompute) == (piper.Recompute({"PP": "*"}, budget=budget),)
+    assert not Config().strategy().of(piper.Recompute)
 
 
 # The run folder

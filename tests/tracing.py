@@ -40,13 +40,13 @@ class Stages:
         self.graphs = cut(self.capture, self.regions)
         return self
 
-    def build(self, bounds: Sequence[Bound] = ()) -> "Stages":
-        """Up to the DAG of one microbatch."""
+    def build(self, bounds: Sequence[Bound] = (), *, budget: float | None = None) -> "Stages":
+        """Up to the DAG of one microbatch; every region keeps as much as `budget` says."""
         self.cut(bounds)
         kept = {self.capture.placeholders[a.position] for a in self.capture.args}
         partitioner = Partitioner(self.capture.mode)
         self.partitions = {
-            region: partitioner(graph, tuple(name in kept for name in graph.primals))
+            region: partitioner(graph, tuple(name in kept for name in graph.primals), budget)
             for region, graph in self.graphs.items()
         }
         self.dag = self.rebuilt()

@@ -67,8 +67,13 @@ def make_chunk(graph: fx.Graph, num_results: int) -> Chunk:
         shares=_shares(nodes, outputs),
         num_results=num_results,
         is_random=any(is_random(n) for n in calls),
-        matmuls=sum(operator_name(n) in _MATMULS for n in calls),
+        matmuls=sum(map(is_matmul, calls)),
     )
+
+
+def is_matmul(node: Node) -> bool:
+    """Whether an operator is a matrix product or a convolution, forward or backward."""
+    return operator_name(node) in _MATMULS
 
 
 def _shares(nodes: list[Node], outputs: Any) -> tuple[int, ...]:
@@ -131,8 +136,8 @@ def structural_key(graph: fx.Graph) -> str:
             continue
         args = map_arg(node.args, refer)
         kwargs = map_arg(node.kwargs, refer)
-        recompute = node.meta.get("recompute")
-        lines.append(f"{node.op} {_target(node.target)} {args!r} {kwargs!r} {recompute}")
+        marks = node.meta.get("recompute"), node.meta.get("draw")
+        lines.append(f"{node.op} {_target(node.target)} {args!r} {kwargs!r} {marks}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

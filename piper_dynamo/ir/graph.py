@@ -117,6 +117,7 @@ class Dag:
         training: Whether there is a backward.
         layouts: How each replicated parameter is held, by position and device group.
         makers: The device groups that make parts of each gradient, by the argument's position.
+        draws: How many operators of a region draw random numbers.
     """
 
     graph: fx.Graph
@@ -130,6 +131,7 @@ class Dag:
     training: bool = True
     layouts: dict[tuple[int, tuple[int, ...]], Layout] = field(default_factory=dict)
     makers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    draws: dict[RegionId, int] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Node]:
         """Compute nodes, empty phases included, in graph order."""
@@ -137,6 +139,20 @@ class Dag:
             task = node.meta.get("task")
             if task is not None and task.kind is Kind.COMPUTE:
                 yield node
+
+    def seeds(self) -> dict[RegionId, tuple[int, int]]:
+        """What random numbers of a region depend on: the number of its tags, and its first draw's.
+
+        The pieces of a region count on, so that it draws the same however it is cut.
+        """
+        numbers: dict[tuple[tuple[str, int], ...], int] = {}
+        drawn: dict[tuple[tuple[str, int], ...], int] = {}
+        found = {}
+        for region in self.regions:
+            first = drawn.get(region.tags, 0)
+            found[region] = (numbers.setdefault(region.tags, len(numbers)), first)
+            drawn[region.tags] = first + self.draws.get(region, 0)
+        return found
 
     def contributors(self, position: int, place: int) -> tuple[int, ...]:
         """The ranks whose parts a gradient is the sum of.

@@ -91,3 +91,20 @@ class Capture:
     buffers: dict[int, str]
     grads: dict[int, str]
     mode: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What recomputation saves and costs in one microbatch of a region.
+
+    Attributes:
+        kept_bytes: What the forward keeps for the backward.
+        kept_without: What it would keep if nothing were asked.
+        flops: Of what the backward computes again.
+        matmuls: How many matrix products and convolutions are among it.
+    """
+
+    kept_bytes: int
+    kept_without: int
+    flops: int
+    matmuls: int

@@ -35,14 +35,14 @@ class TaskMeaning:
         num_primals: How many of them are primals.
         bundle: What an earlier phase left for it; None where it takes nothing.
         target: The chunk that it runs.
-        seed: Microbatch and region, where it draws random numbers.
+        seed: Microbatch, region and first draw, where it draws random numbers.
     """
 
     inputs: tuple[Value, ...]
     num_primals: int
     bundle: Value | None
     target: str
-    seed: tuple[int, int] | None
+    seed: tuple[int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class _Reader:
 
     def __init__(self, dag: Dag) -> None:
         self._dag = dag
-        self._regions = {region: i for i, region in enumerate(dag.regions)}
+        self._seeds = dag.seeds()
         self._known: dict[Node, Value] = {}
 
     def value(self, node: Node) -> Value:
@@ -161,7 +161,7 @@ class _Reader:
                 continue
             values = [self._of(source) for source in node.args]
             bundle = values.pop(len(phase.primals)) if phase.takes_bundle else None
-            seed = (name.mb or 0, self._regions[name.region])
+            seed = (name.mb or 0, *self._seeds[name.region])
             found[str(name)] = TaskMeaning(
                 inputs=tuple(values),
                 num_primals=len(phase.primals),

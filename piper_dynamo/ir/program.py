@@ -51,6 +51,14 @@ Group = tuple[str, tuple[int, ...]]  # a communicator: a stream, and the ranks o
 Groups = tuple[tuple[int, ...], ...]  # a rank takes part in the group that names it
 
 
+def mix_seed(seed: int, *parts: int) -> int:
+    """A seed that depends on all of these; seeds next to each other become unlike ones."""
+    for part in (0, *parts):
+        seed = (seed ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**63 - 1)
+        seed ^= seed >> 31
+    return seed
+
+
 def copy_groups(shard_groups: Groups) -> Groups:
     """The ranks that hold the same block, for each block; none where there is one copy.
 
@@ -76,7 +84,8 @@ class Instr:
         bundle_in: RUN: register of the bundle it takes and empties.
         bundle_out: RUN: register of the bundle it leaves.
         num_primals: RUN: how many of the inputs come before the bundle.
-        seed: RUN of a chunk that draws random numbers: microbatch and region index.
+        seed: RUN of a chunk that draws random numbers: microbatch, and of the region with its
+            pieces the number, and that of the chunk's first draw.
         peer: POST, SEND, DRAIN: the other rank.
         message: POST, WAIT, SEND, DRAIN: position in the channel.
         group: Collectives: the ranks, in order.
@@ -99,7 +108,7 @@ class Instr:
     bundle_in: str = ""
     bundle_out: str = ""
     num_primals: int = 0
-    seed: tuple[int, int] | None = None
+    seed: tuple[int, int, int] | None = None
     peer: int = -1
     message: int = -1
     group: tuple[int, ...] = ()
@@ -196,8 +205,8 @@ def _rich(key: str, value: Any) -> Any:
         return _ints([value])[0]
     if key in _LISTS:
         found = _ints(value)
-        if key == "seed" and len(found) != 2:
-            raise ValueError(f"{value!r} is no seed: a microbatch and a region")
+        if key == "seed" and len(found) != 3:
+            raise ValueError(f"{value!r} is no seed: a microbatch, a region and a draw")
         return found
     if not isinstance(value, str):
         raise TypeError(f"{key} is a text, not {value!r}")

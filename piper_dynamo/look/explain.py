@@ -10,12 +10,13 @@ from difflib import get_close_matches
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperError, PiperSyntaxError, format_error
+from piper_dynamo.ir.flops import show_flops
 from piper_dynamo.ir.graph import is_pick, task_of
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import COLLECTIVES, Instr, Op
 from piper_dynamo.ir.spec import show_bytes
-from piper_dynamo.ir.task import Kind, TaskName
+from piper_dynamo.ir.task import Kind, Pass, TaskName
 from piper_dynamo.planning import Plan
 from piper_dynamo.tables import table
 
@@ -82,6 +83,11 @@ def _task(plan: Plan, node: Node) -> str:
     same = f", compiled once with {equal - 1} equal ones" if equal > 1 else ""
     products = f"{chunk.matmuls} matrix product" + "s" * (chunk.matmuls != 1)
     lines.append(f"  chunk       {node.target}: {products}{same}")
+    again = plan.recomputed.get(task.name.region)
+    if again is not None and task.name.which in (Pass.F, Pass.B, Pass.BI):
+        kept = f"keeps {show_bytes(again.kept_bytes)} of {show_bytes(again.kept_without)}"
+        done = f"does {again.matmuls} products again, {show_flops(again.flops)}"
+        lines.append(f"  recompute   {kept if task.name.which is Pass.F else done}")
     lines += _sized("takes", _inputs(node))
     lines += _sized("makes", _results(node))
     starts = plan.simulate()

@@ -28,6 +28,8 @@ HELP = {
     "bucket_mb": "MiB of parameters that are gathered and reduced as one.  [default: a stage's]",
     "prefetch": "How many uses ahead a shard is gathered.",
     "keep": "How long --zero 3 keeps what it gathered: chunk, step, or a number of buckets.",
+    "recompute": "How much of its forward a stage keeps for the backward, 0 to 1, and computes the "
+    "rest again; full is 0.  [default: what pays]",
     "microbatches": "Microbatches per step and replica.",
     "schedule": f"One of {', '.join(SCHEDULES)}; 1f1b is one_f_one_b.",
     "compile": f"How chunks run: {' or '.join(CHUNKS)}.",
@@ -62,6 +64,7 @@ VALUES = {
     "dtype": DTYPES,
     "zero": ("0", "1", "2", "3"),
     "keep": ("chunk", "step"),
+    "recompute": ("full",),
 }
 
 

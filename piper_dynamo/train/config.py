@@ -62,6 +62,7 @@ class Config:
     bucket_mb: float | None = None
     prefetch: int = 1
     keep: str = "chunk"
+    recompute: str | None = None
     microbatches: int = 4
     schedule: str = "one_f_one_b"
     compile: str = "aten"
@@ -123,6 +124,11 @@ class Config:
             faults.append(
                 f"--keep is {self.keep!r}; choose chunk, step, or how many buckets stay (at least "
                 "1)"
+            )
+        budget = self._budget()
+        if budget is not None and not 0 <= budget <= 1:  # NaN is not, either
+            faults.append(
+                f"--recompute is {self.recompute!r}; choose full, or how much is kept: 0 to 1"
             )
         return faults
 
@@ -263,6 +269,15 @@ class Config:
             return named[self.keep]
         return int(self.keep) if self.keep.isascii() and self.keep.isdigit() else 0
 
+    def _budget(self) -> float | None:
+        """`recompute` as the directive has it; NaN where it is none."""
+        if self.recompute is None or self.recompute == "full":
+            return None if self.recompute is None else 0.0
+        try:
+            return float(self.recompute)
+        except ValueError:
+            return math.nan
+
     @property
     def stages(self) -> int:
         """How many pipeline stages the model is cut into: the schedule's least number."""
@@ -282,6 +297,7 @@ class Config:
             bucket_mb=self.bucket_mb if self.replicas > 1 else None,
             prefetch=self.prefetch,
             keep=self._keep(),
+            recompute=self._budget(),
         )
 
     def as_dict(self) -> dict[str, object]:
