@@ -10,6 +10,7 @@ from piper_dynamo.access import (
     data_rank,
     data_world,
     explain,
+    loss_scale,
     named_parameters,
     parameters,
     record,
@@ -32,16 +33,18 @@ from piper_dynamo.errors import (
     PiperSyntaxError,
     PiperTimeoutError,
 )
+from piper_dynamo.loss_scale import LossScale
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.pending import materialize
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.launch import launch, rank, world_size
-from piper_dynamo.strategy import Order, Place, Replicate, Shard, Split, Strategy
+from piper_dynamo.strategy import Order, Place, Precision, Replicate, Shard, Split, Strategy
 from piper_dynamo.weights import load_state_dict
 
 __version__ = "0.1.0"
 __all__ = [
     "Costs",
+    "LossScale",
     "Mesh",
     "Order",
     "PiperAbsentError",
@@ -54,6 +57,7 @@ __all__ = [
     "PiperTimeoutError",
     "Place",
     "Plan",
+    "Precision",
     "Replicate",
     "Shard",
     "Split",
@@ -69,6 +73,7 @@ __all__ = [
     "launch",
     "load_checkpoint",
     "load_state_dict",
+    "loss_scale",
     "materialize",
     "moe",
     "named_parameters",

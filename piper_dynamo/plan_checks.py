@@ -1,6 +1,6 @@
 """What a plan must fulfil beside being safe: checks of the strategy against the lowered model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from piper_dynamo import _torch_compat as compat
@@ -11,26 +11,45 @@ from piper_dynamo.ir.program import RankProgram
 from piper_dynamo.ir.task import Pass
 
 
-def check_weight_inputs(
-    weigh: Callable[..., Any], programs: Sequence[RankProgram], args: Sequence[Arg]
-) -> None:
-    """A loss weight function runs where the loss is made: that rank must be given what it asks for.
+def find_weighers(
+    weigh: Callable[..., Any],
+    programs: Sequence[RankProgram],
+    args: Sequence[Arg],
+    replicas: Mapping[int, int],
+) -> tuple[int, ...]:
+    """Which ranks call a loss weight function for all, one of each replica, by replica.
+
+    Args:
+        weigh: The function.
+        programs: Those of all ranks.
+        args: The captured call's arguments.
+        replicas: Which replica each rank belongs to.
+
+    Returns:
+        Nothing where each rank that needs the weights is given what the function asks for: the rank
+        that makes the loss mostly is, one that makes an auxiliary loss of an early stage may not.
 
     Raises:
-        PiperPlanError: It asks for an argument that such a rank does not use, and so may not have.
+        PiperPlanError: No rank of a replica is given all that the function asks for.
     """
     wanted = compat.parameter_names(weigh)
-    for program in programs:
-        have = {args[position].name for _, position in program.data}
-        missing = [name for name in wanted if name not in have]
-        if program.weights and missing:
-            raise PiperPlanError(
-                format_error(
-                    "the loss weight function asks for what its rank is not given",
-                    {"rank": program.rank, "asks for": ", ".join(missing), "has": ", ".join(have)},
-                    hint="use the argument in the region that makes the loss, or weigh by another",
-                )
-            )
+    given = {p.rank: {args[position].name for _, position in p.data} for p in programs}
+    able = [rank for rank, names in sorted(given.items()) if set(wanted) <= names]
+    if all(program.rank in able for program in programs if program.weights):
+        return ()
+    first: dict[int, int] = {}
+    for rank in able:
+        first.setdefault(replicas[rank], rank)
+    if len(first) == len(set(replicas.values())):
+        return tuple(first[replica] for replica in sorted(first))
+    have = {f"rank {rank} is given": ", ".join(sorted(names)) for rank, names in given.items()}
+    raise PiperPlanError(
+        format_error(
+            "no rank is given all that the loss weight function asks for",
+            {"asks for": ", ".join(wanted), **have},
+            hint="use the arguments in one region, or weigh by others",
+        )
+    )
 
 
 def check_two_programs(dag: Dag, world_size: int) -> None:

@@ -38,6 +38,7 @@ from piper_dynamo.measure import measured_costs, measured_step
 from piper_dynamo.moe.capacity import Capacity
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Bound, set_capacities
+from piper_dynamo.passes.cast import Cast
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
 from piper_dynamo.passes.gather import Gather
@@ -55,7 +56,8 @@ from piper_dynamo.passes.tie import Tie
 from piper_dynamo.passes.transfer import Transfer
 from piper_dynamo.pictures import save
 from piper_dynamo.pictures.graph import draw_graph
-from piper_dynamo.plan_checks import check_two_programs, check_weight_inputs
+from piper_dynamo.plan_checks import check_two_programs, find_weighers
+from piper_dynamo.precision import Rule, rules_of
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective
@@ -121,6 +123,8 @@ class Plan:
         halves: For each region, whether it has input-gradient and weight-gradient work.
         groups: The device groups.
         meaning: What the step has to compute, for the proof.
+        weighers: The ranks that weigh microbatches for all, by replica; none where each rank that
+            needs their weights can.
     """
 
     strategy: Strategy
@@ -134,6 +138,7 @@ class Plan:
     halves: dict[str, tuple[bool, bool]]
     groups: tuple[tuple[int, ...], ...]
     meaning: Meaning
+    weighers: tuple[int, ...] = ()
     _fingerprint: str = field(default="")
 
     @property
@@ -274,7 +279,7 @@ class Plan:
         return self.summary()
 
 
-NUM_PASSES = 9  # of the table in docs/how-it-works.md; the second part needs the split DAG
+NUM_PASSES = 10  # of the table in docs/how-it-works.md; the second part needs the split DAG
 
 _templates: dict[tuple[Any, ...], Template] = {}
 
@@ -293,6 +298,7 @@ def template_of(  # noqa: PLR0913
     paths: Mapping[int, str] | None = None,
     cuts: Cuts | None = None,
     capacities: tuple[Bound, ...] = (),
+    rules: tuple[Rule, ...] = (),
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
 
@@ -308,6 +314,7 @@ def template_of(  # noqa: PLR0913
         paths: The user's path of each output, for messages, where it is known.
         cuts: What cuts regions into pieces.
         capacities: What bounds how many rows experts take.
+        rules: What is computed in another dtype than it is held in.
     """
     checks_values = verify_level() >= 3
     full = (
@@ -320,35 +327,45 @@ def template_of(  # noqa: PLR0913
         training,
         cuts,
         capacities,
+        rules,
         checks_values,
     )
     if key is not None and full in _templates:
         return _templates[full]
     captured = capturing.trace(
-        gm, args, numbers, dims, num_microbatches, loss=loss, training=training, paths=paths
+        gm,
+        args,
+        numbers,
+        dims,
+        num_microbatches,
+        loss=loss,
+        training=training,
+        paths=paths,
+        rules=rules,
     )
     collect()
-    regions = find_regions(captured, cuts)
-    set_capacities(captured, regions, capacities)
-    graphs = cut(captured, regions)
-    kept = {captured.placeholders[a.position] for a in args}
-    partitioner = Partitioner(captured.mode)
-    partitions = {}
-    for region, graph in graphs.items():
-        partitions[region] = partitioner(graph, tuple(name in kept for name in graph.primals))
-        compat.drop_graph(graph.graph)
-        collect()
-    template = Template(
-        dag=build(captured, regions, graphs, partitions),
-        args=captured.args,
-        changed=frozenset(captured.buffers),
-        untagged=regions.untagged,
-        halves={
-            str(region): (p.input_grad is not None, p.weight_grad is not None)
-            for region, p in partitions.items()
-        },
-        check=value_checker(captured, regions, dims) if checks_values else None,
-    )
+    with compat.no_autocast():  # from here on operators have the casts they were traced with
+        regions = find_regions(captured, cuts)
+        set_capacities(captured, regions, capacities)
+        graphs = cut(captured, regions)
+        kept = {captured.placeholders[a.position] for a in args}
+        partitioner = Partitioner(captured.mode)
+        partitions = {}
+        for region, graph in graphs.items():
+            partitions[region] = partitioner(graph, tuple(name in kept for name in graph.primals))
+            compat.drop_graph(graph.graph)
+            collect()
+        template = Template(
+            dag=build(captured, regions, graphs, partitions),
+            args=captured.args,
+            changed=frozenset(captured.buffers),
+            untagged=regions.untagged,
+            halves={
+                str(region): (p.input_grad is not None, p.weight_grad is not None)
+                for region, p in partitions.items()
+            },
+            check=value_checker(captured, regions, dims) if checks_values else None,
+        )
     if template.check is None:
         compat.drop_graph(captured.graph)
     if key is not None:
@@ -443,11 +460,12 @@ def refuse_unsupported(strategy: Strategy) -> None:
             format_error(
                 "the strategy asks for what this version does not do",
                 {"directives": "\n".join(faults)},
-                hint="supported: Split({}), Place, Replicate, Shard, Order",
+                hint="supported: Split({}), Place, Replicate, Shard, Precision, Order",
             )
         )
 
 
+@compat.no_autocast()
 @resting_collector()
 def make_plan(
     template: Template,
@@ -496,6 +514,7 @@ def make_plan(
         Tie(),
         Shard(experts),
         Replicate(copies, sync=sync),
+        Cast(rules_of(strategy)),
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),
     ]
@@ -506,10 +525,12 @@ def make_plan(
         check_two_programs(dag, world_size)
     order = schedule(dag, costs, template.halves)
     programs = lower_all(dag, world_size, order, adding=compile_mode == "aten")
-    if callable(split.loss):
-        check_weight_inputs(split.loss, programs, template.args)
     groups = tuple(sorted({task_of(node).devices for node in dag.tasks()}))
-    verify(programs, meaning, replicas_of(groups))
+    replicas = replicas_of(groups)
+    weighers: tuple[int, ...] = ()
+    if callable(split.loss):
+        weighers = find_weighers(split.loss, programs, template.args, replicas)
+    verify(programs, meaning, replicas)
     return Plan(
         strategy=strategy,
         world_size=world_size,
@@ -522,6 +543,7 @@ def make_plan(
         halves=template.halves,
         groups=groups,
         meaning=meaning,
+        weighers=weighers,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from piper_dynamo import strategy_json
-from piper_dynamo.directives import Directive, Order, Place, Replicate, Shard, Split
+from piper_dynamo.directives import Directive, Order, Place, Precision, Replicate, Shard, Split
 from piper_dynamo.filters import Filter
 from piper_dynamo.ir.task import is_tag_name
 from piper_dynamo.mesh import Mesh
@@ -24,6 +24,7 @@ __all__ = [
     "Mesh",
     "Order",
     "Place",
+    "Precision",
     "Replicate",
     "Shard",
     "Split",
@@ -33,7 +34,7 @@ __all__ = [
 LossPath: TypeAlias = str | int | tuple[str | int, ...]
 RegionTags: TypeAlias = FrozenMap[str, int]
 
-_D = TypeVar("_D", Split, Place, Replicate, Shard, Order)
+_D = TypeVar("_D", Split, Place, Replicate, Shard, Precision, Order)
 _KINDS = get_args(Directive)
 
 

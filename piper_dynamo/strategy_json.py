@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from piper_dynamo.directives import Directive, Order, Place, Replicate, Shard, Split
+from piper_dynamo.directives import Directive, Order, Place, Precision, Replicate, Shard, Split
 from piper_dynamo.errors import PiperStrategyError, PiperSyntaxError
 from piper_dynamo.filters import Filter
 from piper_dynamo.mesh import Mesh
@@ -33,6 +33,7 @@ _KINDS: Mapping[str, type[Directive]] = {
     "place": Place,
     "replicate": Replicate,
     "shard": Shard,
+    "precision": Precision,
     "order": Order,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -9,7 +9,7 @@ nodes, the only edges that carry no value. The output node names what a step giv
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,8 @@ class Dag:
         training: Whether there is a backward.
         layouts: How each replicated parameter is held, by position and device group.
         makers: The device groups that make parts of each gradient, by the argument's position.
+        computed: The dtype in which chunks take a parameter, by position, where it is not the one
+            that it is held in.
     """
 
     graph: fx.Graph
@@ -129,6 +131,7 @@ class Dag:
     training: bool = True
     layouts: dict[tuple[int, tuple[int, ...]], Layout] = field(default_factory=dict)
     makers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    computed: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Node]:
         """Compute nodes, empty phases included, in graph order."""

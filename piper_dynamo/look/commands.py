@@ -27,7 +27,7 @@ REFUSED, WRONG = 1, 2
 ASKED = (
     *("model", "pp", "dp", "ep", "schedule", "microbatches", "zero", "bucket_mb", "prefetch"),
     *("keep", "capacity", "dim", "layers", "heads", "kv_heads", "seq", "batch", "experts"),
-    *("top_k", "tied_head", "dtype", "seed", "compile"),
+    *("top_k", "tied_head", "dtype", "precision", "seed", "compile"),
 )
 _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
 

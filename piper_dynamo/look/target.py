@@ -34,7 +34,7 @@ MODEL_OPTIONS = (
 )
 STRATEGY_OPTIONS = (
     *("pp", "dp", "ep", "zero", "bucket_mb", "prefetch", "keep", "microbatches", "schedule"),
-    "capacity",
+    *("capacity", "precision"),
 )
 DEFINED = ("model", "inputs", "strategy")
 
