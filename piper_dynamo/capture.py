@@ -108,8 +108,10 @@ def trace(  # noqa: PLR0913
     seen = tuple(_as_computed(arg, computed.get(arg.position)) for arg in args)
     fakes = _fake_args(mode, seen, numbers, batch_dims, num_microbatches)
     full = _fake_args(mode, seen, numbers, {}, 1)
-    results = _fake_run(gm, fakes, mode, args)
-    at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, args)
+    results = _fake_run(gm, fakes, mode, seen, is_cast=bool(computed))
+    at_full = results
+    if num_microbatches > 1:
+        at_full = _fake_run(gm, full, mode, seen, is_cast=bool(computed))
     loss = _choose_loss(results, at_full, loss, paths, training=training)
     kept = {loss} if loss is not None else _differentiable(results)
     if training and (not kept or (loss is None and any(map(_is_loss, results)))):
@@ -245,6 +247,12 @@ def _fake_args(
     return [fakes[arg.position] for arg in args]
 
 
+_DTYPE_HINT = (
+    "a dtype is baked into the graph, or a buffer has another one: write x.type_as(y) for "
+    "x.to(y.dtype), and cast buffers where they are used"
+)
+
+
 class _Locate(fx.Interpreter):
     """Runs the graph and remembers the node it is at, for the error message."""
 
@@ -256,7 +264,12 @@ class _Locate(fx.Interpreter):
 
 
 def _fake_run(
-    gm: fx.GraphModule, fakes: list[Any], mode: compat.FakeTensorMode, args: tuple[Arg, ...]
+    gm: fx.GraphModule,
+    fakes: list[Any],
+    mode: compat.FakeTensorMode,
+    args: tuple[Arg, ...],
+    *,
+    is_cast: bool,
 ) -> list[Any]:
     """The graph's outputs on fake arguments, gradients on, so that the differentiable ones show."""
     with mode:
@@ -278,7 +291,7 @@ def _fake_run(
         cause = error.__cause__ or error
         raise PiperCaptureError(
             format_error(
-                "the model cannot run on one microbatch",
+                "the model cannot run on one microbatch" + " in this precision" * is_cast,
                 {
                     "at": user_line(node) if node is not None else "the start",
                     "node": node.format_node() if node is not None else "",
@@ -289,7 +302,9 @@ def _fake_run(
                     "a batch size is baked into the graph: "
                     "take sizes from the inputs (x.shape[0], -1), "
                     'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
-                ),
+                )
+                if "dtype" not in str(cause)
+                else _DTYPE_HINT,
             )
         ) from error
     return list(results) if isinstance(results, tuple | list) else [results]

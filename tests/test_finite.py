@@ -2,6 +2,7 @@
 
 import linecache
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,8 +167,11 @@ def test_off_costs_nothing(options: dict[str, Any], has: bool) -> None:
 # loss_scale
 
 
-@pytest.mark.parametrize("scale", [1024.0, piper.LossScale(init=8.0)])
-@pytest.mark.parametrize("placement", [LINE2, LINE], ids=["line", "replicas"])
+@pytest.mark.parametrize(
+    ("placement", "scale"),
+    [(LINE2, piper.LossScale(init=8.0)), (LINE, 1024.0)],
+    ids=["line", "replicas"],
+)
 def test_a_scale_changes_no_result(scale: Any, placement: Placement) -> None:
     """Powers of two are exact; what is handed over, and the loss, are as they are."""
     case = replicas.CASES["plain"]
@@ -237,6 +241,35 @@ def test_a_dynamic_scale_backs_off_and_grows_alike_on_all_ranks() -> None:
 
     want = [(64.0, True), (32.0, False), (32.0, True), (64.0, True), (64.0, True), (32.0, False)]
     assert jobs.run_ranks(job, 4) == [want] * 4
+
+
+def test_checkpoints_keep_a_dynamic_scale(tmp_path: Path) -> None:
+    """A run that is resumed, under another layout, has the scale and the steps since it changed."""
+
+    def made(placement: Placement, **options: Any) -> Any:
+        return compiled(Logs(), placement, **options)
+
+    def save() -> None:
+        step = made(LINE2, loss_scale=piper.LossScale(init=64.0, interval=2))
+        for batch in (bad_row(6), good()):
+            step(*batch).backward()
+        piper.save_checkpoint(tmp_path, step)
+
+    def load() -> list[float]:
+        step = made(LINE, loss_scale=piper.LossScale(init=4.0, interval=2))
+        piper.load_checkpoint(tmp_path, step)
+        found = [piper.loss_scale(step)]
+        step(*replicas.mine(good(), LINE)).backward()
+        return [*found, piper.loss_scale(step)]
+
+    def load_fixed() -> float:
+        step = made(LINE2, loss_scale=4.0)
+        piper.load_checkpoint(tmp_path, step)
+        return piper.loss_scale(step)
+
+    jobs.run_ranks(save, 2)
+    assert jobs.run_ranks(load, 4) == [[32.0, 64.0]] * 4
+    assert jobs.run_ranks(load_fixed, 2) == [4.0, 4.0]
 
 
 def test_a_scaler_is_torchs() -> None:

@@ -15,6 +15,7 @@ from tests.models import Stack4, TiedLM, fill, rows, weights, xin
 from tests.replicas import LINE
 
 BF16 = torch.bfloat16
+SLOW = pytest.mark.slow
 
 
 class Sum(Stack4):
@@ -26,7 +27,7 @@ class Sum(Stack4):
             return loss * x.numel()
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [*(pytest.param(m, marks=SLOW) for m in (1, 2)), 4])
 @pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("model", [Stack4, Sum])
 def test_what_a_loss_is_divided_by(model: type[Stack4], combine: str, microbatches: int) -> None:
@@ -97,7 +98,12 @@ def first_step(
 
 
 @pytest.mark.parametrize(
-    ("placement", "microbatches"), [(LINE2, 1), (LINE2, 2), (LINE2, 4), (LINE, 1), (LINE, 2)]
+    ("placement", "microbatches"),
+    [
+        *(pytest.param(LINE2, m, marks=SLOW) for m in (1, 2)),
+        *((LINE2, 4), (LINE, 2)),
+        pytest.param(LINE, 1, marks=SLOW),
+    ],
 )
 @pytest.mark.parametrize(
     ("all_of_two", "loss", "norm"),
@@ -158,8 +164,8 @@ class Lin53(nn.Module):
             return F.mse_loss((x @ self.w.T + self.b) * self.scale + self.one, y)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=SLOW), 3])
 def test_sizes_that_no_number_of_ranks_divides(ranks: int, zero: int) -> None:
     """Norms count no filling; a state dict has the parameters' own shapes."""
     batch = xin([12, 3], 0), xin([12, 5], 2)
@@ -195,7 +201,7 @@ def test_sizes_that_no_number_of_ranks_divides(ranks: int, zero: int) -> None:
     ("microbatches", "part", "first", "in_fp32", "in_bf16"),
     [
         (17, 2.0**-4, 16.0, 17.0, 16.0),
-        pytest.param(257, 2.0**-8, 1.0, 2.0, 1.0, marks=pytest.mark.slow),
+        pytest.param(257, 2.0**-8, 1.0, 2.0, 1.0, marks=SLOW),
     ],
 )
 def test_the_dtype_of_sums_can_be_chosen(

@@ -6,15 +6,17 @@ to bfloat16 is rounded alike. The controls show that sums in bfloat16 are anothe
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import piper_dynamo as piper
-from piper_dynamo.ir.program import Op
+from piper_dynamo.ir.program import Instr, Op
 from piper_dynamo.planning import Plan
 from tests import jobs, mixed, replicas
 from tests.jobs import LINE2, Placement
@@ -55,13 +57,13 @@ def test_a_pipeline(schedule: str) -> None:
     check(got, mixed.reference(mixed.Net, replicas.numbers, ByHand(microbatches=4)), LINE2)
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", replicas.levels(0, 1, 3))
 def test_replicas(zero: int) -> None:
     got = mixed.run(mixed.Net, replicas.numbers, LINE, strategy(LINE, ALL, zero=zero))
     check(got, mixed.reference(mixed.Net, replicas.numbers, ByHand(replicas=2)), LINE, zero)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", replicas.levels(0, 3))
 def test_reductions_in_fewer_bits_round_as_by_hand(zero: int) -> None:
     rule = piper.Precision({}, param="bf16", reduce="bf16")
     got = mixed.run(mixed.Net, replicas.numbers, LINE, strategy(LINE, rule, zero=zero))
@@ -240,6 +242,31 @@ def test_a_model_in_bfloat16_sums_in_float32(zero: int) -> None:
     assert found(piper.Precision({}, grad="fp32")) == {34.0}
 
 
+class Checkpointed(mixed.Net):
+    """Each layer is computed again in the backward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x
+        for k in range(4):
+            with piper.annotate("PP", k * self.stages // 4):
+                h = checkpoint(self.layer, h, self.w[k], use_reentrant=False)
+        with piper.annotate("PP", self.stages - 1):
+            return F.mse_loss(self.norm(h).double(), y.double())
+
+    @staticmethod
+    def layer(h: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(F.linear(h, w))
+
+
+def test_checkpointed_layers() -> None:
+    got = mixed.run(Checkpointed, replicas.numbers, LINE2, strategy(LINE2, ALL))
+    check(got, mixed.reference(Checkpointed, replicas.numbers, ByHand()), LINE2)
+    alone = piper.Precision({"PP": 0}, param="bf16")
+    found = piper.plan(Checkpointed(), strategy(LINE2, alone), replicas.numbers(0))
+    sent = {i.spec.dtype for i in found.programs[0].instrs if i.op is Op.SEND and i.spec}
+    assert sent == {BF16}
+
+
 # What the plan says.
 
 
@@ -354,6 +381,26 @@ def test_a_change_in_place_beyond_a_border_is_refused() -> None:
     jobs.mentions(text, "in place", "test_precision.py")
 
 
+class Baked(nn.Module):
+    """A dtype read from a tensor is a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = mixed.weights(2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = F.linear(x, self.w[0])
+        with piper.annotate("PP", 1):
+            h = h.square().to(h.dtype)
+            return F.mse_loss(F.linear(h, self.w[1]), y)
+
+
+def test_a_dtype_that_is_baked_in_is_refused() -> None:
+    text = jobs.refusal(lambda: piper.plan(Baked(), strategy(LINE2, ALL), replicas.numbers(0)))
+    jobs.mentions(text, "in this precision", "test_precision.py", "dtype", "type_as")
+
+
 # Controls.
 
 
@@ -367,3 +414,65 @@ def test_control_a_lost_cast_is_noticed() -> None:
     ):
         with pytest.raises(AssertionError, match="off by"):
             check(got, mixed.reference(mixed.Net, replicas.numbers, how), LINE2)
+
+
+# Programs that are changed by hand.
+
+Change = Callable[[list[Instr]], None]
+
+
+def refused(zero: int, change: Change, *more: Any) -> str:
+    """Why the plan with rank 0's instructions changed is refused."""
+    found = plan(zero, *more)
+    instrs = list(found.programs[0].instrs)
+    change(instrs)
+    programs = replace(found.programs[0], instrs=tuple(instrs)), *found.programs[1:]
+    return jobs.refusal(lambda: replace(found, programs=programs).verify(), piper.PiperPlanError)
+
+
+def first_cast(instrs: list[Instr], *of: str) -> int:
+    """Where the first cast of a register is whose name begins so."""
+    casts = [k for k, instr in enumerate(instrs) if instr.op is Op.CAST]
+    return next(k for k in casts if instrs[k].inputs[0].startswith(of))
+
+
+def to_fp16(*of: str) -> Change:
+    """The same for all: that cast is to float16."""
+
+    def change(instrs: list[Instr]) -> None:
+        at = first_cast(instrs, *of)
+        spec = instrs[at].spec
+        assert spec is not None
+        instrs[at] = replace(instrs[at], spec=replace(spec, dtype=torch.float16))
+
+    return change
+
+
+def test_a_task_that_reads_the_master_is_refused() -> None:
+    def change(instrs: list[Instr]) -> None:
+        cast = instrs[first_cast(instrs, "w_", "norm_")]
+        (reg,), (held,) = cast.outputs, cast.inputs
+        run = next(k for k, i in enumerate(instrs) if i.op is Op.RUN and reg in i.inputs)
+        inputs = tuple(held if r == reg else r for r in instrs[run].inputs)
+        instrs[run] = replace(instrs[run], inputs=inputs)
+
+    jobs.mentions(refused(0, change, ALL), "'w.0'", "as bfloat16", "F.PP0.MB0")
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_cast_to_another_dtype_is_refused(zero: int) -> None:
+    jobs.mentions(refused(zero, to_fp16("w_", "norm_"), ALL), "float16", "bfloat16")
+
+
+def test_a_sum_that_is_not_begun_in_its_dtype_is_refused() -> None:
+    def change(instrs: list[Instr]) -> None:
+        at = first_cast(instrs, "d_")
+        instrs[at] = replace(instrs[at], op=Op.ACCUMULATE, spec=None, nbytes=())
+
+    jobs.mentions(refused(0, change, ALL), "grad_", "float64", "first part")
+
+
+def test_a_reduction_of_another_dtype_is_refused() -> None:
+    rule = piper.Precision({}, param="bf16", reduce="fp32")
+    text = refused(0, to_fp16("grad_"), rule)
+    jobs.mentions(text, "has float16, not float32", "all_reduce")

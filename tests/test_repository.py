@@ -30,7 +30,9 @@ FACADE = frozenset(
         *(
             "checkpoint",
             "cli",
+            "finite",
             "look",
+            "loss_weights",
             "measure",
             "meeting",
             "planning",
