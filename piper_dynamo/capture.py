@@ -20,7 +20,7 @@ from piper_dynamo.garbage import young_collector
 from piper_dynamo.ir.alias import drop_aliases, root
 from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output
 from piper_dynamo.ir.spec import TensorSpec, user_line
-from piper_dynamo.precision import Rule, insert_casts
+from piper_dynamo.precision import Rule, insert_casts, refuse_mixed
 
 
 def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
@@ -108,10 +108,8 @@ def trace(  # noqa: PLR0913
     seen = tuple(_as_computed(arg, computed.get(arg.position)) for arg in args)
     fakes = _fake_args(mode, seen, numbers, batch_dims, num_microbatches)
     full = _fake_args(mode, seen, numbers, {}, 1)
-    results = _fake_run(gm, fakes, mode, seen, is_cast=bool(computed))
-    at_full = results
-    if num_microbatches > 1:
-        at_full = _fake_run(gm, full, mode, seen, is_cast=bool(computed))
+    results = _fake_run(gm, fakes, mode, seen)
+    at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, seen)
     loss = _choose_loss(results, at_full, loss, paths, training=training)
     kept = {loss} if loss is not None else _differentiable(results)
     if training and (not kept or (loss is None and any(map(_is_loss, results)))):
@@ -119,6 +117,8 @@ def trace(  # noqa: PLR0913
     prepared = _detach_outputs(gm, kept)
     with young_collector():
         graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
+    if computed:
+        refuse_mixed(graph)
     _burn_numbers(graph, args, fakes)
     _drop_output_copies(graph)
     drop_aliases(graph)
@@ -247,12 +247,6 @@ def _fake_args(
     return [fakes[arg.position] for arg in args]
 
 
-_DTYPE_HINT = (
-    "a dtype is baked into the graph, or a buffer has another one: write x.type_as(y) for "
-    "x.to(y.dtype), and cast buffers where they are used"
-)
-
-
 class _Locate(fx.Interpreter):
     """Runs the graph and remembers the node it is at, for the error message."""
 
@@ -268,8 +262,6 @@ def _fake_run(
     fakes: list[Any],
     mode: compat.FakeTensorMode,
     args: tuple[Arg, ...],
-    *,
-    is_cast: bool,
 ) -> list[Any]:
     """The graph's outputs on fake arguments, gradients on, so that the differentiable ones show."""
     with mode:
@@ -291,7 +283,7 @@ def _fake_run(
         cause = error.__cause__ or error
         raise PiperCaptureError(
             format_error(
-                "the model cannot run on one microbatch" + " in this precision" * is_cast,
+                "the model cannot run on one microbatch",
                 {
                     "at": user_line(node) if node is not None else "the start",
                     "node": node.format_node() if node is not None else "",
@@ -302,9 +294,7 @@ def _fake_run(
                     "a batch size is baked into the graph: "
                     "take sizes from the inputs (x.shape[0], -1), "
                     'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
-                )
-                if "dtype" not in str(cause)
-                else _DTYPE_HINT,
+                ),
             )
         ) from error
     return list(results) if isinstance(results, tuple | list) else [results]

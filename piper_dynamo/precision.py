@@ -18,8 +18,9 @@ from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.alias import operator_name
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.spec import user_line
+from piper_dynamo.ir.spec import short, user_line
 from piper_dynamo.ir.tags import adopt, number_entries, tags_of
 from piper_dynamo.strategy import Precision, Strategy
 
@@ -29,6 +30,13 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+_PRODUCTS = frozenset(
+    (
+        *("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "grouped_mm"),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    )
+)
 _CALLS = ("call_function", "call_method", "call_module")
 _IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
 
@@ -199,6 +207,35 @@ class _Caster:
                     "a value is changed in place where another precision begins",
                     {"at": user_line(node) or node.name},
                     hint="write x = x + y instead of x += y there, or move the border",
+                )
+            )
+
+
+def refuse_mixed(graph: fx.Graph) -> None:
+    """Products take factors of one dtype, which fake tensors do not see to.
+
+    Args:
+        graph: The joint graph.
+
+    Raises:
+        PiperCaptureError: A product has factors of two dtypes; names the user's line.
+    """
+    for node in graph.nodes:
+        if operator_name(node) not in _PRODUCTS:
+            continue
+        values = [i.meta.get("val") for i in node.all_input_nodes]
+        dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        if len(dtypes) > 1:
+            raise PiperCaptureError(
+                format_error(
+                    "the model cannot run in this precision: an operator gets two dtypes",
+                    {
+                        "at": user_line(node) or "no source line",
+                        "operator": operator_name(node),
+                        "dtypes": ", ".join(sorted(map(short, dtypes))),
+                    },
+                    hint="a dtype is baked into the graph, or a buffer has another one: write "
+                    "x.type_as(y) for x.to(y.dtype), and cast buffers where they are used",
                 )
             )
 
