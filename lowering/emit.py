@@ -29,7 +29,11 @@ class Module:
 
 
 def emit(
-    program: RankProgram, *, timed: bool = False, seconds: Mapping[str, float] | None = None
+    program: RankProgram,
+    *,
+    timed: bool = False,
+    seconds: Mapping[str, float] | None = None,
+    looks: bool = False,
 ) -> Module:
     """The module of a program.
 
@@ -37,6 +41,7 @@ def emit(
         program: What to emit.
         timed: Call `rt.mark(i)` after instruction i, for a timeline.
         seconds: How long each task's chunk lasts at least, on emulated devices.
+        looks: Call `rt.look(i, [values])` after each task, which notes whether they are finite.
     """
     specs: dict[str, TensorSpec] = {}
     lines = _head(program)
@@ -56,6 +61,9 @@ def emit(
         written = _lines(instr, specs)
         if seconds and instr.op is Op.RUN:
             written = [f"rt.begin({seconds[instr.task]:.9g})", *written, "rt.finish()"]
+        if looks and instr.op is Op.RUN:
+            made = ", ".join("None" if reg == "_" else reg for reg in instr.outputs)
+            written.append(f"rt.look({index}, [{made}])")
         for line in written:
             lines.append("    " + line)
             instr_of_line[len(lines)] = index
@@ -87,7 +95,7 @@ def _head(program: RankProgram) -> list[str]:
     return ["# " + " · ".join(parts), ""]
 
 
-def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PLR0911
+def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PLR0911, PLR0912
     ins, outs = instr.inputs, instr.outputs
     match instr.op:
         case Op.RUN:
@@ -109,6 +117,8 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
             return [f"{outs[0]} = {ins[0]}"]
         case Op.ACCUMULATE:
             return [f"{outs[0]} = rt.accumulate({ins[0]}, {ins[1]})"]
+        case Op.CAST:
+            return [f"{outs[0]} = rt.cast({ins[0]}, {_spec_name(instr.spec, specs)})"]
         case Op.ADD:
             return [f"{outs[0]} = rt.add({', '.join(ins)})"]
         case Op.LOSS:

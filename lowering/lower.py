@@ -185,7 +185,7 @@ class _Lowering:
         late = self._late(others)
         early = [n for n in others if n not in late]
         self.waiting = {
-            n: sum(1 for i in n.all_input_nodes if i.op != "placeholder" and not _is_splits(i))
+            n: sum(1 for i in n.all_input_nodes if not _is_there(i))
             + sum(1 for i in self.before.get(n, ()) if task_of(i).kind is Kind.COMPUTE)
             for n in early
         }
@@ -199,7 +199,7 @@ class _Lowering:
         for node in sorted(late, key=self.position.__getitem__):
             for source in node.all_input_nodes:
                 self._ensure(source)
-            if node not in self.issued:
+            if node not in self.issued and node not in self.known:
                 self._other(node)
         for node in _result_nodes(self.dag):
             task = producer(node).meta.get("task")
@@ -214,7 +214,7 @@ class _Lowering:
                 continue
             for source in node.all_input_nodes:
                 made = producer(source).meta.get("task")
-                if made is None or _is_splits(source):
+                if made is None or _is_there(source):
                     continue
                 comes = made.kind is Kind.RECV or made.kind in _COLLECTIVES
                 if comes or producer(source) in waits:
@@ -271,7 +271,7 @@ class _Lowering:
         """A value exists: run the early nodes it was the last input of; partial sums at once."""
         self.known.add(value)
         for user in sorted(value.users, key=self.position.__getitem__):
-            if user not in self.waiting or _is_splits(value):
+            if user not in self.waiting or _is_there(value):
                 continue
             if task_of(user).kind is Kind.ACCUMULATE:
                 self._accumulate(user, value)
@@ -293,13 +293,17 @@ class _Lowering:
     def _accumulate(self, node: Node, part: Node) -> None:
         first = node not in self.sums
         self.sums.add(node)
+        spec, task = node.meta["spec"], task_of(producer(part))
+        casts = spec.dtype != part.meta["spec"].dtype
         self.draft.instrs.append(
             Instr(
-                op=Op.ACCUMULATE,
-                task=str(task_of(producer(part)).name),
+                op=Op.CAST if first and casts else Op.ACCUMULATE,
+                task=str(task.name),
                 outputs=(node.name,),
                 inputs=(part.name,) if first else (node.name, part.name),
-                where=task_of(producer(part)).where,
+                spec=spec if casts else None,
+                nbytes=(spec.nbytes,) if first and casts else (),
+                where=task.where,
             )
         )
 
@@ -317,9 +321,11 @@ class _Lowering:
         elif task.kind in _COLLECTIVES:
             self._finish_collective(producer(value), task)
             return
-        elif task.kind is Kind.ACCUMULATE:  # its last parts may be on their way
+        elif task.kind in (Kind.ACCUMULATE, Kind.CAST):  # its last parts may be on their way
             for source in value.all_input_nodes:
                 self._ensure(source)
+            if task.kind is Kind.CAST and value not in self.known:
+                self._other(value)
             return
         else:
             return
@@ -384,6 +390,17 @@ class _Lowering:
                     stream=task.stream,
                     **common,
                 )
+            case Kind.CAST:
+                assert spec is not None
+                held = self._held(node, spec)
+                instr = Instr(
+                    op=Op.CAST,
+                    outputs=(node.name,),
+                    inputs=tuple(inputs),
+                    spec=held,
+                    nbytes=(held.nbytes,),
+                    **common,
+                )
             case Kind.SUM:
                 instr = Instr(
                     op=Op.ADD, outputs=(node.name,), inputs=tuple(inputs), nbytes=new, **common
@@ -420,6 +437,11 @@ class _Lowering:
         self.draft.instrs.append(instr)
         if instr.outputs:
             self._made(node)
+
+    def _held(self, node: Node, spec: TensorSpec) -> TensorSpec:
+        """What a cast makes: of a parameter, what the rank holds of it."""
+        layout = self.dag.layouts.get((node.meta.get("arg", -1), task_of(node).devices))
+        return spec if layout is None else layout.held(spec)
 
     def _collective(self, node: Node, task: Task) -> None:
         """Start a collective; whoever uses its values first waits for it."""
@@ -477,11 +499,14 @@ class _Lowering:
                 self._made(pick)
 
 
-def _is_splits(value: Node) -> bool:
-    """Whether a value is what an exchange of counts tells the exchanges of rows.
+def _is_there(value: Node) -> bool:
+    """Whether nobody waits for a value before it is used: what the call gives, and casts of it.
 
-    These start as soon as their rows exist, and wait for it themselves.
+    So is what an exchange of counts tells the exchanges of rows: these start as soon as their rows
+    exist, and wait for it themselves.
     """
+    if value.op == "placeholder" or "arg" in value.meta:
+        return True
     if not is_pick(value) or value.args[1] != 1:
         return False
     return task_of(producer(value)).kind is Kind.EXCHANGE_COUNTS

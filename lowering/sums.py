@@ -57,6 +57,7 @@ def _accumulations(instrs: list[Instr], index: int, positions: Sequence[int]) ->
         if instr.op is Op.RUN:
             break
         is_ours = instr.op is Op.ACCUMULATE and len(instr.inputs) == 2 and instr.inputs[1] in parts
+        is_ours = is_ours and instr.spec is None  # a product is of its factors' dtype
         if is_ours and not touched & set(instr.inputs):
             found[parts[instr.inputs[1]]] = at
         touched.update(instr.reads(), instr.writes())

@@ -65,6 +65,7 @@ class _Builder:
             regions={r: regions.where.get(r, "") for r in regions.order},
             training=bool(capture.tangents),
             draws={region: graph.draws for region, graph in graphs.items()},
+            computed=capture.computed,
         )
 
     def placeholder(self, position: int) -> None:

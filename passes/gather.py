@@ -64,7 +64,8 @@ class Gather:
         for (position, devices), layout in dag.layouts.items():
             if layout.shard_groups:
                 sharded.setdefault(devices, {})[position] = layout
-        first = next(n for n in dag.graph.nodes if n.op != "placeholder")
+        # Behind the parameters, and casts of them.
+        first = next(n for n in dag.graph.nodes if n.op != "placeholder" and "arg" not in n.meta)
         for devices, layouts in sharded.items():
             tasks = self._order[devices]
             reads = {i: found for i, n in enumerate(tasks) if (found := _reads(n, layouts))}
@@ -126,7 +127,7 @@ class Gather:
                 continue
             for part in [producer(n) for n in node.all_input_nodes]:
                 if task_of(part).kind is not Kind.COMPUTE:
-                    made = max(place[producer(n)] for n in part.all_input_nodes)
+                    made = max(place[_maker(n)] for n in part.all_input_nodes)
                     by_task.setdefault(made, {})[part] = None
         for before, after in pairwise(sorted(by_task)):
             if before[0] == after[0]:
@@ -135,6 +136,12 @@ class Gather:
                     for a in by_task[before]
                     for b in by_task[after]
                 ]
+
+
+def _maker(value: Node) -> Node:
+    """The task that makes a value, cast or not."""
+    made = producer(value)
+    return _maker(made.all_input_nodes[0]) if task_of(made).kind is Kind.CAST else made
 
 
 def _reads(node: Node, layouts: Mapping[int, Layout]) -> list[int]:

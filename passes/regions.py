@@ -11,17 +11,16 @@ Signature: joint graph -> region of every node that is not free, partial gradien
 region.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 from torch.fx.node import Node
 
-from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.alias import exchange_of, is_random, operator_name
-from piper_dynamo.ir.joint import ENTRY, OUTPUT_COPY, PREFIX, ArgKind, Capture
+from piper_dynamo.ir.joint import OUTPUT_COPY, ArgKind, Capture
 from piper_dynamo.ir.spec import user_line
+from piper_dynamo.ir.tags import adopt, number_entries, tags_of
 from piper_dynamo.ir.task import RegionId
 from piper_dynamo.passes.pieces import Cuts, number_pieces
 
@@ -59,15 +58,14 @@ def find_regions(capture: Capture, cuts: Cuts | None = None) -> Regions:
     graph = capture.graph
     backward = _tangent_dependents(capture)
     free = _free_nodes(capture, backward)
-    tags = {n: _tags(n) for n in graph.nodes if n.op == "call_function"}
-    tags = _number_entries(tags)
+    tags = number_entries({n: tags_of(n) for n in graph.nodes if n.op == "call_function"})
     forward = [
         n for n in graph.nodes if n.op == "call_function" and n not in backward and n not in free
     ]
     # What autograd made of forward values alone belongs to the operator whose backward it is.
     made = _made_by_autograd(graph, forward, backward)
     forward = [n for n in forward if n not in made]
-    untagged = _adopt(forward, tags)
+    untagged = adopt(forward, tags)
     pieces = number_pieces(capture, forward, tags, free, cuts or Cuts())
     of, order = _merge_runs(forward, tags, pieces)
     seq = _forward_by_seq(capture, backward)
@@ -136,67 +134,6 @@ def _free_nodes(capture: Capture, backward: set[Node]) -> set[Node]:
         ):
             free.add(node)
     return {n for n in free if n.op != "placeholder"}
-
-
-def _tags(node: Node) -> dict[str, int]:
-    custom = node.meta.get("custom") or {}
-    return {
-        key.removeprefix(PREFIX): value
-        for key, value in custom.items()
-        if key.startswith(PREFIX) and isinstance(value, int) and key != OUTPUT_COPY
-    }
-
-
-def _number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, int]]:
-    """Number annotations without an index 0, 1, 2, ... in order of entry."""
-    entries: dict[str, set[int]] = defaultdict(set)
-    explicit: set[str] = set()
-    for found in tags.values():
-        for key, value in found.items():
-            if key.endswith(ENTRY):
-                entries[key].add(value)
-            else:
-                explicit.add(key)
-    mixed = sorted(
-        key.removesuffix(ENTRY) for key in entries if key.removesuffix(ENTRY) in explicit
-    )
-    if mixed:
-        raise PiperCaptureError(
-            format_error(
-                "a tag is annotated both with and without an index",
-                {"tags": ", ".join(mixed)},
-                hint="give every piper.annotate of one name an index, or none",
-            )
-        )
-    index = {key: {v: i for i, v in enumerate(sorted(values))} for key, values in entries.items()}
-    return {
-        node: {
-            key.removesuffix(ENTRY): index[key][value] if key in index else value
-            for key, value in found.items()
-        }
-        for node, found in tags.items()
-    }
-
-
-def _adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
-    """Untagged forward nodes join their nearest producer, or else their first consumer."""
-    place = {node: i for i, node in enumerate(forward)}
-    untagged = [n for n in forward if not tags[n]]
-    if len(untagged) == len(forward):
-        return []
-    for node in untagged:
-        producers = [i for i in node.all_input_nodes if i in place and tags[i]]
-        if producers:
-            tags[node] = tags[max(producers, key=place.__getitem__)]
-    for node in reversed(untagged):
-        if not tags[node]:
-            consumers = [u for u in node.users if u in place and tags[u]]
-            if consumers:
-                tags[node] = tags[min(consumers, key=place.__getitem__)]
-    first = next(tags[n] for n in forward if tags[n])
-    for node in untagged:  # reads and feeds nothing tagged: an output made of inputs alone
-        tags[node] = tags[node] or first
-    return untagged
 
 
 def _merge_runs(

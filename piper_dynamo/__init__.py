@@ -10,6 +10,7 @@ from piper_dynamo.access import (
     data_rank,
     data_world,
     explain,
+    loss_scale,
     named_parameters,
     parameters,
     record,
@@ -32,6 +33,7 @@ from piper_dynamo.errors import (
     PiperSyntaxError,
     PiperTimeoutError,
 )
+from piper_dynamo.loss_scale import LossScale
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.pending import materialize
 from piper_dynamo.planning import Plan
@@ -40,12 +42,22 @@ from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.search import search
 from piper_dynamo.predict.stages import auto_stages
 from piper_dynamo.runtime.launch import launch, rank, world_size
-from piper_dynamo.strategy import Order, Place, Recompute, Replicate, Shard, Split, Strategy
+from piper_dynamo.strategy import (
+    Order,
+    Place,
+    Precision,
+    Recompute,
+    Replicate,
+    Shard,
+    Split,
+    Strategy,
+)
 from piper_dynamo.weights import load_state_dict
 
 __version__ = "0.1.0"
 __all__ = [
     "Costs",
+    "LossScale",
     "Mesh",
     "Order",
     "PiperAbsentError",
@@ -58,6 +70,7 @@ __all__ = [
     "PiperTimeoutError",
     "Place",
     "Plan",
+    "Precision",
     "Profile",
     "Recompute",
     "Replicate",
@@ -76,6 +89,7 @@ __all__ = [
     "launch",
     "load_checkpoint",
     "load_state_dict",
+    "loss_scale",
     "materialize",
     "moe",
     "named_parameters",

@@ -87,6 +87,11 @@ def data_world(step: Any) -> int:
     return state_of(step).data_world
 
 
+def loss_scale(step: Any) -> float:
+    """What the next step's loss is multiplied by where its backward starts; 1 without an option."""
+    return state_of(step).scaler.factor
+
+
 def explain(step: Any) -> Plan:
     """The plan of the program that this step ran or prepared last."""
     plan = state_of(step).last

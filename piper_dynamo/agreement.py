@@ -23,9 +23,13 @@ from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.sharding import digest
 
 
-def announcement(plan: Plan) -> str:
-    """What other ranks read of a program; made once, since it hashes the whole strategy."""
-    return f"{plan.fingerprint()} {describe(plan)}"
+def announcement(plan: Plan, options: str = "") -> str:
+    """What other ranks read of a program; made once, since it hashes the whole strategy.
+
+    `options` are those by which ranks meet after a step, as text.
+    """
+    known = hashlib.sha256(options.encode()).hexdigest()[:4] if options else ""
+    return f"{plan.fingerprint()}{known} {describe(plan)}{options}"
 
 
 def agree(plan: Plan, mine: str, comm: Communicator, values: Sequence[Any], *, known: bool) -> int:
@@ -59,7 +63,7 @@ def agree(plan: Plan, mine: str, comm: Communicator, values: Sequence[Any], *, k
     if known:
         return number
     deadline = time.monotonic() + min(comm.timeout_s, 1e9)
-    silent = compare(plan, comm, number, deadline)
+    silent = compare(plan, mine, comm, number, deadline)
     if silent:
         waited = f" within {comm.timeout_s:g} s" if comm.timeout_s < float("inf") else ""
         raise PiperTimeoutError(
@@ -82,8 +86,15 @@ def _key(what: str, number: int, rank: int) -> str:
     return f"{what}/{number % 16}/{rank}"
 
 
-def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> list[int]:
+def compare(plan: Plan, mine: str, comm: Communicator, number: int, deadline: float) -> list[int]:
     """Compare this rank's program of a step with the others'.
+
+    Args:
+        plan: What this rank runs.
+        mine: Its announcement.
+        comm: The way to the others.
+        number: The step's.
+        deadline: Until when to wait for them, in seconds of the monotonic clock.
 
     Returns:
         The ranks that have not started the step by the deadline.
@@ -91,7 +102,7 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
     Raises:
         PiperRuntimeError: A rank runs another program in this step.
     """
-    mine = plan.fingerprint()
+    own, _ = mine.split(" ", 1)
     differing, silent = [], []
     given: dict[int, str] = {}
     for rank in range(comm.world_size):
@@ -101,10 +112,10 @@ def compare(plan: Plan, comm: Communicator, number: int, deadline: float) -> lis
             silent.append(rank)
             continue
         _, given[rank], theirs, what = text.split(" ", 3)
-        if theirs != mine:
+        if theirs != own:
             differing.append(f"rank {rank}: {what}")
     if differing:
-        raise _different_programs(plan, comm, differing)
+        raise _different_programs(comm, mine, differing)
     _warn_of_other_inputs(plan, comm.rank, given)
     return silent
 
@@ -193,7 +204,7 @@ def check_copies(
             others.append(f"rank {rank}: option 'start' is {theirs!r}, here {start!r}")
         found[rank] = values
     if others:
-        raise _different_programs(plan, comm, others)
+        raise _different_programs(comm, announcement(plan), others)
     unequal = {
         name: differing
         for name in names
@@ -236,11 +247,12 @@ def _different_parameters(unequal: Mapping[str, list[int]], mine: int) -> PiperR
     )
 
 
-def _different_programs(plan: Plan, comm: Communicator, others: list[str]) -> PiperRuntimeError:
+def _different_programs(comm: Communicator, mine: str, others: list[str]) -> PiperRuntimeError:
+    _, what = mine.split(" ", 1)
     return PiperRuntimeError(
         format_error(
             "ranks would run different programs in one step",
-            {f"rank {comm.rank}": describe(plan), "others": "\n".join(others)},
+            {f"rank {comm.rank}": what, "others": "\n".join(others)},
             hint="give every rank the same model, strategy, options (costs= decides orders), input "
             "shapes and grad mode",
         )

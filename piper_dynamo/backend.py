@@ -19,7 +19,8 @@ from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.lowering.aten import drop_stand_ins
 from piper_dynamo.options import Options
 from piper_dynamo.pending import source_of
-from piper_dynamo.planning import data_dims, refuse_unsupported, split_of
+from piper_dynamo.plan_checks import refuse_unsupported
+from piper_dynamo.planning import data_dims, split_of
 from piper_dynamo.step import CompiledStep
 from piper_dynamo.tagging import tag_by_path
 
@@ -46,7 +47,7 @@ def piper(
         return _one_device(gm, list(example_inputs), chosen)
     compat.raise_recompile_limit()
     _refuse_graph_break(gm)
-    refuse_unsupported(chosen.strategy)
+    refuse_unsupported(chosen.strategy, split_of(chosen.strategy))
     _refuse_stores()
     if chosen.strategy.regions:
         tag_by_path(gm, chosen.strategy.regions)

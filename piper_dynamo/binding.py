@@ -41,11 +41,21 @@ def executor_of(
     chunks: Mapping[str, BoundChunk],
     comm: Communicator,
     seconds: Mapping[str, float] | None = None,
+    *,
+    looks: bool = False,
 ) -> Executor:
-    """What runs a program; `seconds` are the waits of emulated tasks, by name."""
+    """What runs a program.
+
+    Args:
+        program: A rank's.
+        chunks: What it calls.
+        comm: The way to the others.
+        seconds: The waits of emulated tasks, by name.
+        looks: Whether it looks at what tasks make, for values that are not finite.
+    """
 
     def code(timed: bool) -> Code:
-        made = emit(program, timed=timed, seconds=seconds)
+        made = emit(program, timed=timed, seconds=seconds, looks=looks)
         return Code(source=made.source, instr_of_line=made.instr_of_line, specs=made.specs)
 
     return Executor(program, code, chunks, comm)

@@ -7,6 +7,7 @@ which take the microbatch's sizes here.
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from piper_dynamo.garbage import young_collector
 from piper_dynamo.ir.alias import drop_aliases, root
 from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output
 from piper_dynamo.ir.spec import TensorSpec, user_line
+from piper_dynamo.precision import Rule, insert_casts, refuse_mixed
 
 
 def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
@@ -70,7 +72,7 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
     return tuple(args)
 
 
-def trace(
+def trace(  # noqa: PLR0913
     gm: fx.GraphModule,
     args: tuple[Arg, ...],
     numbers: dict[int, Any],
@@ -80,6 +82,7 @@ def trace(
     loss: int | None,
     training: bool,
     paths: Mapping[int, str] | None = None,
+    rules: Sequence[Rule] = (),
 ) -> Capture:
     """The graph of one microbatch.
 
@@ -94,16 +97,19 @@ def trace(
             differentiable scalar.
         training: The joint graph, else the forward graph under no_grad.
         paths: The user's path of each output, for messages, where it is known.
+        rules: What is computed in another dtype than it is held in.
 
     Raises:
         PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or
             has several possible losses.
     """
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-    fakes = fake_args(mode, args, numbers, batch_dims, num_microbatches)
-    full = fake_args(mode, args, numbers, {}, 1)
-    results = _fake_run(gm, fakes, mode, args)
-    at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, args)
+    gm, computed = insert_casts(gm, args, rules)
+    seen = tuple(_as_computed(arg, computed.get(arg.position)) for arg in args)
+    fakes = fake_args(mode, seen, numbers, batch_dims, num_microbatches)
+    full = fake_args(mode, seen, numbers, {}, 1)
+    results = _fake_run(gm, fakes, mode, seen)
+    at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, seen)
     loss = _choose_loss(results, at_full, loss, paths, training=training)
     kept = {loss} if loss is not None else _differentiable(results)
     if training and (not kept or (loss is None and any(map(_is_loss, results)))):
@@ -111,11 +117,20 @@ def trace(
     prepared = _detach_outputs(gm, kept)
     with young_collector():
         graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
+    if computed:
+        refuse_mixed(graph)
     _burn_numbers(graph, args, fakes)
     _drop_output_copies(graph)
     drop_aliases(graph)
     capture = _read_ends(graph, args, results, at_full, loss, mode)
-    return capture
+    return replace(capture, computed=computed)
+
+
+def _as_computed(arg: Arg, dtype: torch.dtype | None) -> Arg:
+    """An argument as the graph takes it."""
+    if dtype is None or arg.spec is None:
+        return arg
+    return replace(arg, spec=replace(arg.spec, dtype=dtype))
 
 
 def no_loss_message(results: Sequence[Any], paths: Mapping[int, str] | None = None) -> str:
@@ -243,7 +258,10 @@ class _Locate(fx.Interpreter):
 
 
 def _fake_run(
-    gm: fx.GraphModule, fakes: list[Any], mode: compat.FakeTensorMode, args: tuple[Arg, ...]
+    gm: fx.GraphModule,
+    fakes: list[Any],
+    mode: compat.FakeTensorMode,
+    args: tuple[Arg, ...],
 ) -> list[Any]:
     """The graph's outputs on fake arguments, gradients on, so that the differentiable ones show."""
     with mode:

@@ -26,6 +26,7 @@ from piper_dynamo.planning import (
     split_of,
     template_of,
 )
+from piper_dynamo.precision import rules_of
 from piper_dynamo.strategy import Strategy
 
 
@@ -93,6 +94,7 @@ class CapturedStep:
             cuts=cuts_of(self.strategy, call.compile_mode),
             capacities=capacities_of(self.strategy),
             budgets=budgets_of(self.strategy),
+            rules=rules_of(self.strategy),
             # Inductor draws as many numbers at once as a chunk needs, from one seed.
             redraws=call.compile_mode != "inductor",
         )

@@ -149,6 +149,7 @@ def sent_bytes(kind: Kind, specs: Sequence[TensorSpec], size: int) -> float:
             | Kind.SLICE
             | Kind.ACCUMULATE
             | Kind.SUM
+            | Kind.CAST
             | Kind.LOSS
             | Kind.CONCAT
             | Kind.RECV

@@ -11,7 +11,7 @@ Signature: what the user writes -> records that `piper_dynamo.passes` reads.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from piper_dynamo.filters import Filter, FilterLike
 from piper_dynamo.ir.task import is_tag_name
@@ -20,6 +20,7 @@ from piper_dynamo.values import Faults, FrozenMap, code, is_whole, user_line
 Rule: TypeAlias = int | Literal["replicate"]
 Loss: TypeAlias = Literal["mean", "sum"] | Callable[..., Any]
 Keep: TypeAlias = Literal["chunk", "step"] | int
+DType: TypeAlias = Literal["bf16", "fp16", "fp32", "fp64"]
 GroupLike: TypeAlias = FilterLike | Filter | Sequence[FilterLike | Filter]
 
 
@@ -355,6 +356,66 @@ class Recompute(_Record):
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
+class Precision(_Record):
+    """Compute the matched regions in another dtype than their parameters are held in.
+
+    rewrite:   w ; F(w, x) ; B(w)      ->  c = w.to(param), once per step, of what a rank holds ;
+               F(c, x.to(param)) ; B(c)
+               all_gather([w])         ->  all_gather([c])
+               g = accumulate(B.MB0, B.MB1)  ->  the same in dtype `grad`
+               all_reduce([g])         ->  all_reduce([g.to(reduce)])
+               the step's gradients    ->  in the parameter's own dtype
+    requires:  a region is matched by one Precision at most; regions that share a parameter agree
+    keeps:     values up to rounding to these dtypes
+
+    The model and the optimizer keep the parameters as they are, for instance in float32: the
+    *master* of what the chunks see. Floating-point values that come into the matched regions from
+    data or from other regions are cast to `param`, those that leave for other regions back to what
+    these had without Precision; buffers stay as they are.
+
+    Attributes:
+        filter: Which regions.
+        param: What parameters are cast to for the chunks; None leaves them.
+        grad: What gradients of microbatches are summed in; None: the parameter's own dtype.
+        reduce: What gradients are reduced in; None: as they are summed.
+        where: The user's line.
+    """
+
+    filter: Filter
+    param: DType | None = None
+    grad: DType | None = None
+    reduce: DType | None = None
+    where: str = _where()
+
+    def __init__(
+        self,
+        filter: FilterLike | Filter,
+        *,
+        param: DType | None = None,
+        grad: DType | None = None,
+        reduce: DType | None = None,
+    ) -> None:
+        """Check and store.
+
+        Raises:
+            PiperStrategyError: Lists every argument that is not allowed.
+        """
+        where = user_line()
+        faults = Faults("piper.Precision", where)
+        wanted = _region_filter(filter, faults)
+        if "MB" in wanted.tags:
+            faults.say("filter asks for MB, but a region has one precision for all microbatches")
+        for argument, name in (("param", param), ("grad", grad), ("reduce", reduce)):
+            if name is not None and name not in get_args(DType):
+                known = ", ".join(map(repr, get_args(DType)))
+                faults.add(argument, name, f"must be one of {known}, or None")
+        if param is grad is reduce is None:
+            faults.say("asks for nothing; name param=, grad= or reduce=")
+        faults.check()
+        self._store(filter=wanted, param=param, grad=grad, reduce=reduce, where=where)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Order(_Record):
     """Fix when compute tasks of one device group run: a group's tasks before the next group's.
 
@@ -442,4 +503,4 @@ def _is_positive(value: object) -> bool:
     )
 
 
-Directive: TypeAlias = Split | Place | Replicate | Shard | Recompute | Order
+Directive: TypeAlias = Split | Place | Replicate | Shard | Recompute | Precision | Order

@@ -9,9 +9,11 @@ import torch
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperStrategyError, format_error
+from piper_dynamo.loss_scale import LossScale, is_scale
 from piper_dynamo.strategy import Strategy
 
 STARTS = ("equal", "broadcast")
+NAN_CHECKS = ("raise", "skip")
 COMPILE_MODES = ("aten", "inductor", "emulate")
 
 
@@ -38,6 +40,12 @@ class Options:
         init_fn: Gives the parameters and buffers of a model on the meta device their values, on
             the ranks that hold them: `init_fn(name, tensor)` changes the tensor, which is whole,
             in place. Random numbers in it depend on the seed and the name alone.
+        nan_check: What becomes of a step in which a value of a task or a gradient is not finite, on
+            any rank: all ranks "raise", or "skip" it (no gradient is handed over, no buffer
+            changes), naming the first such task and parameter. None does not look.
+        loss_scale: What the loss is multiplied by where the backward starts; gradients are divided
+            by it again. A number, a `piper.LossScale` that finds its own size, or "dynamic" for
+            one with the defaults.
     """
 
     strategy: Strategy | None = None
@@ -47,6 +55,8 @@ class Options:
     outputs: str = "owner"
     start: str = "equal"
     init_fn: Callable[[str, torch.Tensor], Any] | None = None
+    nan_check: str | None = None
+    loss_scale: float | str | LossScale | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -75,6 +85,36 @@ class Options:
                 f"option 'init_fn' is a {type(self.init_fn).__name__}; pass a function of a name "
                 "and a tensor"
             )
+
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """What is said of values that are not finite."""
+        if self.nan_check not in (None, *NAN_CHECKS):
+            raise PiperStrategyError(
+                f"option 'nan_check' is {self.nan_check!r}; choose 'raise', 'skip' or None"
+            )
+        scale = self.loss_scale
+        if scale is None or scale == "dynamic":
+            is_dynamic = scale is not None
+        else:
+            is_dynamic = isinstance(scale, LossScale)
+            if not is_dynamic and not is_scale(scale):
+                raise PiperStrategyError(
+                    f"option 'loss_scale' is {scale!r}; give a number above 0, a piper.LossScale, "
+                    "or 'dynamic'"
+                )
+        if is_dynamic and self.nan_check == "raise":
+            raise PiperStrategyError(
+                "a dynamic loss_scale finds its size by steps whose gradients are not finite, at "
+                "which nan_check='raise' stops; use nan_check='skip', or a fixed loss_scale"
+            )
+
+    def watched(self) -> str:
+        """The options by which ranks meet after a step, as text."""
+        names = ("nan_check", "loss_scale")
+        given = {name: getattr(self, name) for name in names}
+        return "".join(f" {name}={value!r}" for name, value in given.items() if value is not None)
 
     def _check_costs(self) -> None:
         """Emulated devices need a model of time."""

@@ -4,33 +4,58 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.errors import PiperPlanError, format_error
+from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
 from piper_dynamo.ir.graph import Dag, task_of
 from piper_dynamo.ir.joint import Arg
 from piper_dynamo.ir.program import RankProgram
 from piper_dynamo.ir.task import Pass
+from piper_dynamo.programs import replicas_of
+from piper_dynamo.strategy import Order, Split, Strategy
 
 
-def check_weight_inputs(
-    weigh: Callable[..., Any], programs: Sequence[RankProgram], args: Sequence[Arg]
-) -> None:
-    """A loss weight function runs where the loss is made: that rank must be given what it asks for.
+def find_weighers(
+    weigh: Callable[..., Any],
+    programs: Sequence[RankProgram],
+    args: Sequence[Arg],
+    groups: Sequence[tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Which ranks call a loss weight function for all, one of each replica, by replica.
+
+    Args:
+        weigh: The function.
+        programs: Those of all ranks, or of one replica that the others are like.
+        args: The captured call's arguments.
+        groups: The device groups.
+
+    Returns:
+        Nothing where each rank that needs the weights is given what the function asks for: the rank
+        that makes the loss mostly is, one that makes an auxiliary loss of an early stage may not.
 
     Raises:
-        PiperPlanError: It asks for an argument that such a rank does not use, and so may not have.
+        PiperPlanError: No rank of a replica is given all that the function asks for.
     """
     wanted = compat.parameter_names(weigh)
-    for program in programs:
-        have = {args[position].name for _, position in program.data}
-        missing = [name for name in wanted if name not in have]
-        if program.weights and missing:
-            raise PiperPlanError(
-                format_error(
-                    "the loss weight function asks for what its rank is not given",
-                    {"rank": program.rank, "asks for": ", ".join(missing), "has": ", ".join(have)},
-                    hint="use the argument in the region that makes the loss, or weigh by another",
-                )
-            )
+    given = {p.rank: {args[position].name for _, position in p.data} for p in programs}
+    able = [rank for rank, names in sorted(given.items()) if set(wanted) <= names]
+    if all(program.rank in able for program in programs if program.weights):
+        return ()
+    replicas = replicas_of(groups)
+    first: dict[int, int] = {}
+    for rank in able:
+        first.setdefault(replicas[rank], rank)
+    if len(first) == len({replicas[program.rank] for program in programs}):
+        if len(first) == 1:  # in its group are those that do the same in the other replicas
+            (rank,) = first.values()
+            return next(group for group in groups if rank in group)
+        return tuple(first[replica] for replica in sorted(first))
+    have = {f"rank {rank} is given": ", ".join(sorted(names)) for rank, names in given.items()}
+    raise PiperPlanError(
+        format_error(
+            "no rank is given all that the loss weight function asks for",
+            {"asks for": ", ".join(wanted), **have},
+            hint="use the arguments in one region, or weigh by others",
+        )
+    )
 
 
 def check_two_programs(dag: Dag, world_size: int) -> None:
@@ -59,3 +84,26 @@ def check_two_programs(dag: Dag, world_size: int) -> None:
                     hint=hint,
                 )
             )
+
+
+def refuse_unsupported(strategy: Strategy, split: Split) -> None:
+    """Refuse directives that this version does not apply, rather than ignore them."""
+    faults = []
+    for directive in strategy.directives:
+        if isinstance(directive, Order) and directive.stream is not None:
+            faults.append(f"Order(stream={directive.stream!r}) at {directive.where}")
+    if split.dim != "MB":
+        faults.append(f"Split(dim={split.dim!r}): the microbatch tag is 'MB' for now")
+    if split.filter.items:
+        faults.append(
+            f"Split({split.filter!r}): only the whole model can be split for now; "
+            "use Split({}, ...)"
+        )
+    if faults:
+        raise PiperStrategyError(
+            format_error(
+                "the strategy asks for what this version does not do",
+                {"directives": "\n".join(faults)},
+                hint="supported: Split({}), Place, Replicate, Shard, Recompute, Precision, Order",
+            )
+        )

@@ -17,7 +17,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
 from piper_dynamo.budgets import Budget, budget_of, budgets_of
 from piper_dynamo.costs import Costs
-from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
+from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.filters import Filter
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.chunk import Chunk
@@ -35,6 +35,7 @@ from piper_dynamo.measure import measured_costs, measured_step
 from piper_dynamo.moe.capacity import Capacity
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Bound, set_capacities
+from piper_dynamo.passes.cast import Cast
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
 from piper_dynamo.passes.order import Order, named_halves
@@ -52,7 +53,8 @@ from piper_dynamo.passes.tie import Tie
 from piper_dynamo.passes.transfer import Transfer
 from piper_dynamo.pictures import save
 from piper_dynamo.pictures.graph import draw_graph
-from piper_dynamo.plan_checks import check_two_programs, check_weight_inputs
+from piper_dynamo.plan_checks import check_two_programs, find_weighers
+from piper_dynamo.precision import Rule, rules_of
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.programs import NUM_PASSES, AlikePrograms, programs_of, replicas_of
 from piper_dynamo.runtime.comm import STATE
@@ -124,6 +126,8 @@ class Plan:
         recomputed: Of regions that make something again, what that saves and costs in a microbatch.
         groups: The device groups.
         meaning: What the step has to compute, for the proof.
+        weighers: The ranks that weigh microbatches for all, by replica; none where each rank that
+            needs their weights can.
     """
 
     strategy: Strategy
@@ -138,6 +142,7 @@ class Plan:
     recomputed: Mapping[RegionId, Recomputed]
     groups: tuple[tuple[int, ...], ...]
     meaning: Meaning
+    weighers: tuple[int, ...] = ()
     _fingerprint: str = field(default="")
 
     @property
@@ -326,6 +331,7 @@ def template_of(  # noqa: PLR0913
     capacities: tuple[Bound, ...] = (),
     budgets: tuple[Budget, ...] = (),
     redraws: bool = True,
+    rules: tuple[Rule, ...] = (),
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
 
@@ -343,6 +349,7 @@ def template_of(  # noqa: PLR0913
         capacities: What bounds how many rows experts take.
         budgets: What bounds how much regions keep for their backward.
         redraws: Whether chunks can draw random numbers again in the backward.
+        rules: What is computed in another dtype than it is held in.
     """
     checks_values = verify_level() >= 3
     full = (
@@ -357,37 +364,47 @@ def template_of(  # noqa: PLR0913
         capacities,
         budgets,
         redraws,
+        rules,
         checks_values,
     )
     if key is not None and full in _templates:
         return _templates[full]
     captured = capturing.trace(
-        gm, args, numbers, dims, num_microbatches, loss=loss, training=training, paths=paths
+        gm,
+        args,
+        numbers,
+        dims,
+        num_microbatches,
+        loss=loss,
+        training=training,
+        paths=paths,
+        rules=rules,
     )
     collect()
-    regions = find_regions(captured, cuts)
-    set_capacities(captured, regions, capacities)
-    graphs = cut(captured, regions)
-    kept = {captured.placeholders[a.position] for a in args}
-    partitioner = Partitioner(captured.mode, redraws=redraws)
-    partitions = {}
-    for region, graph in graphs.items():
-        keeps = tuple(name in kept for name in graph.primals)
-        partitions[region] = partitioner(graph, keeps, budget_of(budgets, region))
-        compat.drop_graph(graph.graph)
-        collect()
-    template = Template(
-        dag=build(captured, regions, graphs, partitions),
-        args=captured.args,
-        changed=frozenset(captured.buffers),
-        untagged=regions.untagged,
-        halves={
-            str(region): (p.input_grad is not None, p.weight_grad is not None)
-            for region, p in partitions.items()
-        },
-        recomputed={r: p.recomputed for r, p in partitions.items() if p.recomputed is not None},
-        check=value_checker(captured, regions, dims) if checks_values else None,
-    )
+    with compat.no_autocast():  # from here on operators have the casts they were traced with
+        regions = find_regions(captured, cuts)
+        set_capacities(captured, regions, capacities)
+        graphs = cut(captured, regions)
+        kept = {captured.placeholders[a.position] for a in args}
+        partitioner = Partitioner(captured.mode, redraws=redraws)
+        partitions = {}
+        for region, graph in graphs.items():
+            keeps = tuple(name in kept for name in graph.primals)
+            partitions[region] = partitioner(graph, keeps, budget_of(budgets, region))
+            compat.drop_graph(graph.graph)
+            collect()
+        template = Template(
+            dag=build(captured, regions, graphs, partitions),
+            args=captured.args,
+            changed=frozenset(captured.buffers),
+            untagged=regions.untagged,
+            halves={
+                str(region): (p.input_grad is not None, p.weight_grad is not None)
+                for region, p in partitions.items()
+            },
+            recomputed={r: p.recomputed for r, p in partitions.items() if p.recomputed is not None},
+            check=value_checker(captured, regions, dims) if checks_values else None,
+        )
     if template.check is None:
         compat.drop_graph(captured.graph)
     if key is not None:
@@ -468,30 +485,7 @@ def capacities_of(strategy: Strategy) -> tuple[Bound, ...]:
     )
 
 
-def refuse_unsupported(strategy: Strategy) -> None:
-    """Refuse directives that this version does not apply, rather than ignore them."""
-    faults = []
-    for directive in strategy.directives:
-        if isinstance(directive, OrderDirective) and directive.stream is not None:
-            faults.append(f"Order(stream={directive.stream!r}) at {directive.where}")
-    split = split_of(strategy)
-    if split.dim != "MB":
-        faults.append(f"Split(dim={split.dim!r}): the microbatch tag is 'MB' for now")
-    if split.filter.items:
-        faults.append(
-            f"Split({split.filter!r}): only the whole model can be split for now; "
-            "use Split({}, ...)"
-        )
-    if faults:
-        raise PiperStrategyError(
-            format_error(
-                "the strategy asks for what this version does not do",
-                {"directives": "\n".join(faults)},
-                hint="supported: Split({}), Place, Replicate, Shard, Recompute, Order",
-            )
-        )
-
-
+@compat.no_autocast()
 @resting_collector()
 def make_plan(  # noqa: PLR0913
     template: Template,
@@ -544,6 +538,7 @@ def make_plan(  # noqa: PLR0913
         Tie(),
         Shard(experts),
         Replicate(copies, sync=sync),
+        Cast(rules_of(strategy)),
         Transfer(outputs_everywhere=outputs_everywhere),
         Order(orders),
     ]
@@ -577,7 +572,7 @@ def make_plan(  # noqa: PLR0913
         meaning=meaning,
     )
     if callable(split.loss):
-        check_weight_inputs(split.loss, plan.distinct, template.args)
+        plan.weighers = find_weighers(split.loss, plan.distinct, template.args, groups)
     plan.verify()
     return plan
 

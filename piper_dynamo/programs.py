@@ -27,7 +27,7 @@ from piper_dynamo.passes.pipeline import run_passes
 
 Devices = tuple[int, ...]
 Order = Mapping[Devices, list[Node]]
-NUM_PASSES = 9  # of the table in docs/how-it-works.md; the last one, Gather, is run here
+NUM_PASSES = 10  # of the table in docs/how-it-works.md; the last one, Gather, is run here
 LEAST_ALIKE = 3  # replicas: two are proved
 
 

@@ -21,6 +21,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
 from piper_dynamo.garbage import freed
 from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.loss_scale import Scaler
 from piper_dynamo.sharding import Block
 
 ANCHOR = "_piper_anchor"  # name of the empty parameter of a rank that holds none
@@ -183,6 +184,7 @@ class StepState:
         sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
         empty: What a checkpoint is to give values, and its version without them.
         init: The option `init_fn`.
+        scaler: The loss scale.
     """
 
     rank: int
@@ -199,6 +201,7 @@ class StepState:
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
     empty: list[tuple[str, Tensor, int]] = field(default_factory=list)
     init: Callable[[str, Tensor], Any] | None = None
+    scaler: Scaler = field(default_factory=Scaler)
     readers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)
 
     def adopt(
@@ -410,16 +413,20 @@ def attach(
     params: list[Tensor],
     grads: list[Tensor],
     deliver: Callable[[list[Tensor]], list[Tensor | None]],
+    *,
+    scale: float = 1.0,
 ) -> Tensor:
     """The loss, differentiable: its backward gives `grads`, times what comes in, to `params`.
 
-    `deliver` makes of the scaled gradients what the parameters get.
+    `grads` are divided by `scale`; `deliver` makes of the result what the parameters get.
     """
     if not params:
         params, grads, deliver = [state.anchor], [torch.zeros_like(state.anchor)], list
 
     def scaled(incoming: Sequence[Tensor]) -> Sequence[Tensor | None]:
         (factor,) = incoming
+        if scale != 1.0:
+            factor = factor / scale
         if factor.device.type != "cpu" or factor.item() != 1.0:
             torch._foreach_mul_(grads, factor)
         return deliver(grads)

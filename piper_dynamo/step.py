@@ -7,7 +7,7 @@ call (see `state.py`).
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,20 +24,21 @@ from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import (
     PiperRuntimeError,
     PiperTimeoutError,
-    format_error,
 )
+from piper_dynamo.finite import agree_on_gradients, check_step, refuse_without_loss
 from piper_dynamo.garbage import give_back, keep_large_apart
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.program import Op, RankProgram
+from piper_dynamo.ir.program import RankProgram
+from piper_dynamo.loss_scale import Scaler
+from piper_dynamo.loss_weights import loss_weights
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.options import Options
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import (
     Plan,
-    split_of,
 )
-from piper_dynamo.runtime.comm import STATE, Communicator
+from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.sharding import take_block
@@ -131,7 +132,7 @@ class CompiledStep(CapturedStep):
             return self._run(entry, state, values)
         except PiperTimeoutError:
             # A rank with another program waits elsewhere: say that, not where this one waits.
-            compare(entry.plan, comm, number, time.monotonic())
+            compare(entry.plan, entry.announcement, comm, number, time.monotonic())
             raise
         finally:
             if is_first:
@@ -158,6 +159,11 @@ class CompiledStep(CapturedStep):
         if key not in self._plans:
             self._plans[key] = self.planned(
                 self.call_of(values), world_size, sync=self._sync(values)
+            )
+            refuse_without_loss(
+                self._plans[key],
+                scales=self._options.loss_scale is not None,
+                looks=self._options.nan_check is not None,
             )
         return self._plans[key]
 
@@ -199,9 +205,15 @@ class CompiledStep(CapturedStep):
             layouts = plan.layouts(comm.rank)
             entries[key] = Entry(
                 plan=plan,
-                executor=executor_of(program, chunks, comm, seconds),
+                executor=executor_of(
+                    program,
+                    chunks,
+                    comm,
+                    seconds,
+                    looks=self._options.nan_check is not None and plan.dag.training,
+                ),
                 is_random=any(i.seed is not None for p in plan.distinct for i in p.instrs),
-                announcement=announcement(plan),
+                announcement=announcement(plan, self._options.watched()),
                 is_later=tuple(p in layouts and not layouts[p].reduced for p, _ in program.grads),
             )
         found: Entry = entries[key]
@@ -218,6 +230,7 @@ class CompiledStep(CapturedStep):
                 world_size=comm.world_size,
                 comm=comm,
                 init=self._options.init_fn,
+                scaler=Scaler.of(self._options.loss_scale),
             )
         state.comm = comm
         if entry.adopted is state:
@@ -284,10 +297,11 @@ class CompiledStep(CapturedStep):
                 value.clone() if position in changed else value
                 for value, (_, position) in zip(state_values, program.state, strict=True)
             ]
+        weights, scale = self._weights(entry, state, values)
         results = entry.executor.run(
             state_values,
             [values[p].detach().contiguous() for _, p in program.data],
-            self._weights(plan, program.weights, values, entry.executor.comm),
+            weights,
             seed=seed,
             first_microbatch=state.data_rank * plan.dag.num_microbatches,
             timed=recorder is not None,
@@ -295,73 +309,56 @@ class CompiledStep(CapturedStep):
         if recorder is not None:
             recorder(entry.executor)
         state.last = plan
+        is_good = self._is_good(entry, state, results)
         with torch.no_grad():
+            if scale != 1.0 and results.loss is not None:
+                results.loss.div_(scale)
             for (position, _), new in zip(program.buffers, results.buffers, strict=True):
-                values[position].copy_(new)
-        return self._outputs(entry, state, results, values)
+                if is_good:
+                    values[position].copy_(new)
+        return self._outputs(entry, state, results, values, scale if is_good else None)
 
     def _weights(
-        self, plan: Plan, names: Sequence[str], values: Sequence[Any], comm: Communicator
-    ) -> list[Tensor]:
-        split = split_of(plan.strategy)
-        count = plan.dag.num_microbatches
-        _, replicas = plan.replica(comm.rank)
+        self, entry: Entry, state: StepState, values: Sequence[Any]
+    ) -> tuple[list[Tensor], float]:
+        """What each microbatch's loss counts, and the loss scale, by which these are multiplied."""
+        plan, names = entry.plan, entry.executor.program.weights
         spec = plan.dag.outputs[plan.dag.loss].spec if plan.dag.loss is not None else None
-        if not names or spec is None:
-            return []
-        if split.loss == "mean":
-            numbers = [1.0 / (count * replicas)] * count
-        elif split.loss == "sum":
-            numbers = [1.0] * count
-        else:
-            numbers = self._own_weights(plan, split.loss, values, count, comm)
-        index = {f"weight_{i}": i for i in range(count)} | {"weight": 0}
-        return [
-            torch.tensor(numbers[index[name]], dtype=spec.dtype, device=spec.device)
-            for name in names
-        ]
+        scale = state.scaler.factor if plan.dag.training else 1.0
+        if spec is None:
+            return [], scale
+        numbers = loss_weights(plan, values, entry.executor.comm, needed=bool(names))
+        index = {f"weight_{i}": i for i in range(len(numbers))} | {"weight": 0}
+        weights = [numbers[index[name]] * scale for name in names]
+        return [torch.tensor(w, dtype=spec.dtype, device=spec.device) for w in weights], scale
 
-    def _own_weights(
-        self,
-        plan: Plan,
-        weigh: Callable[..., Any],
-        values: Sequence[Any],
-        count: int,
-        comm: Communicator,
-    ) -> list[float]:
-        """The user's weight of each microbatch, as shares of their sum over all replicas."""
-        parts: dict[str, list[Any]] = {}
-        for arg in plan.args:
-            if arg.kind is ArgKind.DATA:
-                value = values[arg.position]
-                dim = plan.dims.get(arg.position)
-                parts[arg.name] = (
-                    list(value.chunk(count, dim)) if dim is not None else [value] * count
-                )
-        wanted = compat.parameter_names(weigh)
-        unknown = [name for name in wanted if name not in parts]
-        if unknown:
-            raise PiperRuntimeError(
-                format_error(
-                    f"the loss weight function asks for {', '.join(unknown)}",
-                    {"arguments the model uses": ", ".join(parts)},
-                    hint="name its parameters like the model's tensor arguments",
-                )
-            )
-        weights = [float(weigh(**{n: parts[n][mb] for n in wanted})) for mb in range(count)]
-        total = sum(weights)
-        group = plan.group(comm.rank)
-        if len(group) > 1:
-            mine = torch.tensor([total], dtype=torch.float64)
-            handle = comm.start_collective(Op.ALL_REDUCE, [mine], (STATE, group), [mine])
-            total = comm.wait_all(handle)[0].item()
-        if total == 0:
-            return [0.0] * count
-        return [weight / total for weight in weights]
+    def _is_good(self, entry: Entry, state: StepState, results: StepResults) -> bool:
+        """Whether a step's gradients are to be handed over; all ranks find the same.
+
+        Raises:
+            PiperRuntimeError: They are not finite, and this is to be an error.
+        """
+        plan, executor, scaler = entry.plan, entry.executor, state.scaler
+        if not plan.dag.training:
+            return True
+        is_good = True
+        if self._options.nan_check is not None:
+            action = self._options.nan_check
+            is_good = check_step(plan, executor, results.grads, executor.comm, action)
+        elif scaler.rule is not None:
+            is_good = agree_on_gradients(results.grads, executor.comm)
+        scaler.update(is_finite=is_good)
+        return is_good
 
     def _outputs(
-        self, entry: Entry, state: StepState, results: StepResults, values: Sequence[Any]
+        self,
+        entry: Entry,
+        state: StepState,
+        results: StepResults,
+        values: Sequence[Any],
+        scale: float | None,
     ) -> list[Any]:
+        """What the call gives back; `scale` is in the gradients, None if nobody is to get these."""
         plan, program = entry.plan, entry.executor.program
         owned = {
             index: value for (index, _), value in zip(program.outputs, results.outputs, strict=True)
@@ -371,7 +368,7 @@ class CompiledStep(CapturedStep):
         found: list[Any] = []
         for index, output in enumerate(plan.dag.outputs):
             if index == plan.dag.loss:
-                found.append(self._loss_value(entry, state, results, values))
+                found.append(self._loss_value(entry, state, results, values, scale))
             elif output.node is None:
                 found.append(output.value)
             elif index in owned:
@@ -415,7 +412,12 @@ class CompiledStep(CapturedStep):
         return dict(zip(indices, attached, strict=True))
 
     def _loss_value(
-        self, entry: Entry, state: StepState, results: StepResults, values: Sequence[Any]
+        self,
+        entry: Entry,
+        state: StepState,
+        results: StepResults,
+        values: Sequence[Any],
+        scale: float | None,
     ) -> Tensor:
         assert results.loss is not None
         if not entry.plan.dag.training:
@@ -428,9 +430,11 @@ class CompiledStep(CapturedStep):
         ]
 
         def deliver(grads: list[Tensor]) -> list[Tensor | None]:
+            if scale is None:
+                return [None] * len(grads)
             return _deliver(state, grads, records, entry.is_later)
 
-        return attach(state, results.loss, taking, list(results.grads), deliver)
+        return attach(state, results.loss, taking, list(results.grads), deliver, scale=scale or 1.0)
 
     # sessions
 

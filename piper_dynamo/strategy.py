@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from piper_dynamo import strategy_json
-from piper_dynamo.directives import Directive, Order, Place, Recompute, Replicate, Shard, Split
+from piper_dynamo.directives import (
+    Directive,
+    Order,
+    Place,
+    Precision,
+    Recompute,
+    Replicate,
+    Shard,
+    Split,
+)
 from piper_dynamo.filters import Filter
 from piper_dynamo.ir.task import is_tag_name
 from piper_dynamo.mesh import Mesh
@@ -24,6 +33,7 @@ __all__ = [
     "Mesh",
     "Order",
     "Place",
+    "Precision",
     "Recompute",
     "Replicate",
     "Shard",
@@ -34,7 +44,7 @@ __all__ = [
 LossPath: TypeAlias = str | int | tuple[str | int, ...]
 RegionTags: TypeAlias = FrozenMap[str, int]
 
-_D = TypeVar("_D", Split, Place, Replicate, Shard, Recompute, Order)
+_D = TypeVar("_D", Split, Place, Replicate, Shard, Recompute, Precision, Order)
 _KINDS = get_args(Directive)
 
 

@@ -20,7 +20,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from piper_dynamo.directives import Directive, Order, Place, Recompute, Replicate, Shard, Split
+from piper_dynamo.directives import (
+    Directive,
+    Order,
+    Place,
+    Precision,
+    Recompute,
+    Replicate,
+    Shard,
+    Split,
+)
 from piper_dynamo.errors import PiperStrategyError, PiperSyntaxError
 from piper_dynamo.filters import Filter
 from piper_dynamo.mesh import Mesh
@@ -34,6 +43,7 @@ _KINDS: Mapping[str, type[Directive]] = {
     "replicate": Replicate,
     "shard": Shard,
     "recompute": Recompute,
+    "precision": Precision,
     "order": Order,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -26,7 +26,7 @@ from piper_dynamo.ir.program import (
     Op,
     RankProgram,
 )
-from piper_dynamo.ir.spec import show_bytes
+from piper_dynamo.ir.spec import short, show_bytes
 from piper_dynamo.ir.task import RegionId, TaskName
 from piper_dynamo.tables import table
 
@@ -158,6 +158,7 @@ def summarize(  # noqa: PLR0913
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
     lines += _recomputed_lines(recomputed or {})
+    lines += _dtype_lines(programs)
     unique = {key for program in programs for _, key in program.chunks}
     lines.append(f"{_many(len(unique), 'chunk')} to compile")
     lines += _edge_lines(edges(programs))
@@ -288,6 +289,22 @@ def _edge_lines(found: Sequence[Edge]) -> list[str]:
         return []
     heads = ["from", "to", "value of", "messages", "each"]
     return ["messages of a step", *table(heads, rows, left=("value of",)), *_rest(found)]
+
+
+def _dtype_lines(programs: Sequence[RankProgram]) -> list[str]:
+    """A table of what gathers and reductions carry, where values are cast for them; else none."""
+    if not any(i.op is Op.CAST for program in programs for i in program.instrs):
+        return []
+    found: dict[tuple[str, str], list[int]] = {}
+    for program in programs:
+        for instr in program.instrs:
+            if instr.op in REDUCTIONS | {Op.ALL_GATHER} and instr.task != LOSS:
+                for index, spec in enumerate(instr.specs):
+                    one = replace(instr, specs=(spec,), nbytes=instr.nbytes[index : index + 1])
+                    found.setdefault((instr.op.value, short(spec.dtype)), []).append(_moved(one))
+    rows = [[op, dtype, str(Traffic.of(sizes))] for (op, dtype), sizes in sorted(found.items())]
+    title = "dtypes of gathers and reductions, by parameter, of all ranks"
+    return [title, *table(["collective", "dtype", "values"], rows, left=("dtype",))] if rows else []
 
 
 def _use_lines(found: Sequence[Use]) -> list[str]:

@@ -89,6 +89,11 @@ def call_chunk(chunk: BoundChunk) -> Callable[..., Sequence[Any]]:
     return with_bundle if chunk.gives_bundle else without_bundle
 
 
+def _is_exact(value: Tensor) -> bool:
+    """Whether all its values are finite: whole numbers and truth values."""
+    return not (value.is_floating_point() or value.is_complex())
+
+
 def sleep_until(deadline_s: float) -> None:
     """Sleep until `time.perf_counter()` says so, to some microseconds."""
     remaining = deadline_s - time.perf_counter()
@@ -106,6 +111,7 @@ class Runtime:
         self.step_seed = 0
         self.first_microbatch = 0
         self.marks: list[tuple[int, float]] = []
+        self.looks: list[tuple[int, int, Tensor]] = []
         self._finish_s = 0.0
         self.post = comm.post
         self.wait = comm.wait
@@ -129,6 +135,10 @@ class Runtime:
     def accumulate(self, total: Tensor, part: Tensor) -> Tensor:
         """Add into a sum that this program owns."""
         return total.add_(part)
+
+    def cast(self, value: Tensor, like: Any) -> Tensor:
+        """A new value, in the dtype of `like`."""
+        return value.to(like.dtype)
 
     def add(self, *parts: Tensor) -> Tensor:
         """A new sum, in the order given."""
@@ -161,6 +171,12 @@ class Runtime:
     def finish(self) -> None:
         """Wait until the chunk's time is over."""
         sleep_until(self._finish_s)
+
+    def look(self, index: int, values: Sequence[Tensor | None]) -> None:
+        """Note of each result of instruction `index` whether it is finite, on its device."""
+        for slot, value in enumerate(values):
+            if value is not None and value.numel() and not _is_exact(value):
+                self.looks.append((index, slot, torch.isfinite(value).all()))
 
     def mark(self, index: int) -> None:
         """Instruction `index` has been issued (and, if it waits, has finished)."""
@@ -285,6 +301,7 @@ class Executor:
         runtime = self._runtime
         runtime.step_seed, runtime.first_microbatch = seed, first_microbatch
         runtime.marks.clear()
+        runtime.looks.clear()
         step = self._plain
         if timed:
             self._timed = self._timed or self._load(timed=True)
@@ -318,6 +335,13 @@ class Executor:
             if before is not None:
                 torch.set_rng_state(before)
             self.comm.end_step()
+
+    @property
+    def looks(self) -> Sequence[tuple[int, int, Tensor]]:
+        """Instruction, output, whether that was finite, of the last step's tasks; taken once."""
+        found = tuple(self._runtime.looks)
+        self._runtime.looks.clear()
+        return found
 
     @property
     def marks(self) -> Sequence[tuple[int, float]]:

@@ -32,6 +32,11 @@ def plans() -> dict[str, piper.Plan]:
         "zbv": make(Stack4(4, skip="all"), rows(8), "zbv", V2),
         "tied": make(TiedLM(), TiedLM.batch(), "gpipe"),
         "buffers": make(NormNet(), rows(8), "gpipe"),
+        "cast": piper.plan(
+            Stack4(2),
+            piper.Strategy(piper.Precision({}, param="bf16"), *jobs.strategy(LINE2, 4).directives),
+            rows(8),
+        ),
         "random": make(Dropped(), rows(8), "zb_h1"),
         "outputs": piper.plan(
             Outputs(), jobs.strategy(LINE2, 4), rows(8), compile="aten", outputs="everywhere"
@@ -39,7 +44,7 @@ def plans() -> dict[str, piper.Plan]:
     }
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "tied", "buffers", "random", "outputs"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "tied", "buffers", "cast", "random", "outputs"])
 def test_real_instructions_round_trip(plans: dict[str, piper.Plan], name: str):
     for program in plans[name].programs:
         assert program.instrs

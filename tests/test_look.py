@@ -422,6 +422,12 @@ def test_compare_says_what_differs(file: Path):
     [
         (".relu()", ".relu().dropout(0.5)", "random numbers"),
         ("nn.functional.mse_loss(self.second(hidden), y)", "self.second(hidden)", "loss"),
+        (
+            "num_microbatches=2)",
+            "num_microbatches=2)\n\n\nplain = strategy\n\n\ndef strategy():\n    "
+            'return piper.Strategy(*plain().directives, piper.Precision({}, param="bf16"))',
+            "Precision rounds",
+        ),
     ],
 )
 def test_compare_refuses_what_must_differ(file: Path, old: str, new: str, want: str):
@@ -435,6 +441,13 @@ def test_compare_refuses_what_must_differ(file: Path, old: str, new: str, want: 
 
 
 # Explanations
+
+
+def test_explain_tells_of_casts() -> None:
+    rule = piper.Precision({}, param="bf16")
+    wanted = piper.Strategy(*jobs.strategy(jobs.LINE2, 2).directives, rule)
+    found = piper.plan(Stack4(2), wanted, rows(4))
+    jobs.mentions(explain(found, "w.0"), "float64[4, 4]", "cast to bfloat16 once a step", "F.PP0")
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,13 @@ _directive = st.one_of(
     st.builds(piper.Shard, _region, axes=_axes, stream=_stream, capacity=st.none() | _number),
     st.builds(piper.Recompute, st.fixed_dictionaries({"PP": _index}), budget=st.floats(0, 1)),
     st.builds(
+        piper.Precision,
+        st.dictionaries(st.sampled_from(["PP", "EP"]), _value, max_size=2),
+        param=st.sampled_from(["bf16", "fp16"]),
+        grad=st.none() | st.just("fp32"),
+        reduce=st.none() | st.just("fp64"),
+    ),
+    st.builds(
         piper.Order,
         st.lists(_task | st.lists(_task, min_size=1, max_size=3), min_size=1, max_size=12),
         stream=_stream,
@@ -345,7 +352,8 @@ BAD_STRATEGIES: list[tuple[Callable[[], Any], str]] = [
     (lambda: piper.Strategy("gpipe"), "argument 0='gpipe': is no directive"),
     (
         lambda: piper.Strategy(3),
-        "argument 0=3: must be a directive: Split, Place, Replicate, Shard, Recompute, Order",
+        "argument 0=3: must be a directive: Split, Place, Replicate, Shard, Recompute, Precision, "
+        "Order",
     ),
     (lambda: piper.Strategy(piper.Place), "must be a directive: Split, Place, Replicate"),
     (

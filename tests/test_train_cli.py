@@ -111,6 +111,10 @@ def refusal(*arguments: str) -> str:
         ("--capacity 1.25", "--capacity 1.25 is about experts; give --model moe"),
         ("--model moe --capacity 0", "--capacity is 0.0; give a number above 0"),
         ("--model moe --capacity 2 --compare", "--capacity 2 drops tokens"),
+        ("--precision int8", "--precision is 'int8'; choose one of bf16, fp16"),
+        ("--nan-check rais", "--nan-check is 'rais'; did you mean raise?"),
+        ("--precision bf16 --compare", "--precision bf16 rounds"),
+        ("--precision fp16 --nan-check raise", "give --nan-check skip"),
         ("--model moe --ep 2 --ranks 2", "--ranks is 2, but --pp 2 x --ep 2 needs 4"),
         ("--save-every -1", "--save-every is -1; give a number of at least 0"),
         ("--recompute half", "--recompute is 'half'; choose full, or how much is kept: 0 to 1"),
@@ -187,6 +191,10 @@ def test_experts_are_in_the_strategy():
     assert copies.mesh == piper.Mesh((2, 2, 2), ("pp", "dp", "ep"))
     assert copies.of(piper.Shard) == (piper.Shard({"EP": "*"}, axes=("ep",)),)
     assert [place.devices for place in copies.of(piper.Place)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    half = Config(precision="bf16", dp=2, zero=3)
+    assert half.strategy().of(piper.Precision) == (piper.Precision({}, param="bf16"),)
+    assert half.loss_scale is None
+    assert Config(precision="fp16").loss_scale == "dynamic"
     bounded = Config(model="moe", pp=2, ep=2, capacity=1.25).strategy()
     assert bounded.of(piper.Shard) == (piper.Shard({"EP": "*"}, capacity=1.25),)
     for asked, budget in (("full", 0.0), ("0.5", 0.5)):
@@ -543,6 +551,18 @@ def test_experts_on_two_ranks(tmp_path: Path):
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(1 <= one["busiest_expert"] <= 4 for one in lines if "loss" in one)
     assert "exchange" in (tmp_path / "program_rank0.py").read_text()
+
+
+@pytest.mark.dist(2)
+@pytest.mark.timeout(200)
+def test_training_in_bfloat16(tmp_path: Path):
+    asked = "--precision bf16 --nan-check raise --pp 1 --dp 2 --zero 3 --dim 32 --layers 1"
+    more = "--heads 2 --steps 3 --batch 4 --microbatches 2 --seq 32 --eval-every 0 --out"
+    done = run(*asked.split(), *more.split(), str(tmp_path), timeout_s=180)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < one["loss"] < 6 for one in lines)
+    assert "bfloat16" in done.stderr  # what gathers carry
 
 
 @pytest.mark.dist(2)

@@ -17,6 +17,7 @@ from piper_dynamo.state import Record, StepState
 TIMEOUT_S = 300.0  # of a model that no step was prepared of
 # Keys of what is no tensor of the model or the optimizer.
 GROUPS, EXTRA, RANDOM, SCHEDULER = "optim.param_groups", "extra", "rng", "scheduler"
+SCALE = "loss_scale"  # of a dynamic one: its factor, and good steps in a row
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 

@@ -20,6 +20,7 @@ from piper_dynamo.checkpoint.job import (
     EXTRA,
     GROUPS,
     RANDOM,
+    SCALE,
     SCHEDULER,
     Job,
     Optimizers,
@@ -92,6 +93,9 @@ class _Loading:
         settings: The saved settings, by parameter name.
         scheduler: The saved schedule.
         extra: What the user saved.
+        random: Torch's random state.
+        scale: Of a dynamic loss scale its factor and good steps; zeros where none was saved.
+        planner: Of the read.
     """
 
     job: Job
@@ -102,6 +106,7 @@ class _Loading:
     scheduler: dict[str, Any] | None
     extra: Any
     random: Tensor
+    scale: Tensor
     planner: DefaultLoadPlanner
 
     @classmethod
@@ -135,6 +140,10 @@ class _Loading:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         random = torch.empty_like(torch.get_rng_state())
         targets[RANDOM] = random
+        scale = torch.zeros(2, dtype=torch.float64)
+        is_saved = SCALE in checkpoint.metadata.state_dict_metadata
+        if job.state.scaler.rule is not None and is_saved:
+            targets[SCALE] = scale
         planner.set_up_planner(targets, checkpoint.metadata, False)
         checkpoint.verify(item.storage_index for item in planner.create_local_plan().items)
         return cls(
@@ -146,6 +155,7 @@ class _Loading:
             scheduler=schedule,
             extra=checkpoint.object(EXTRA)["value"],
             random=random,
+            scale=scale,
             planner=planner,
         )
 
@@ -169,6 +179,9 @@ class _Loading:
             mine = job.scheduler.state_dict()
             job.scheduler.load_state_dict(optim.join_scheduler(rest, lists, mine, names))
         torch.set_rng_state(self.random)
+        factor, good = self.scale.tolist()
+        if factor:
+            job.state.scaler.factor, job.state.scaler.good = factor, int(good)
 
 
 def _check_model(job: Job, checkpoint: Checkpoint) -> None:

@@ -28,6 +28,7 @@ from piper_dynamo.checkpoint.job import (
     EXTRA,
     GROUPS,
     RANDOM,
+    SCALE,
     SCHEDULER,
     Job,
     Optimizers,
@@ -229,6 +230,9 @@ def _begin(folder: Path, step: Any, opt: Optimizers, scheduler: Any, extra: Any)
             EXTRA: {"value": extra},  # a bare tensor would be one of the model's
             RANDOM: torch.get_rng_state(),
         }
+        scaler = job.state.scaler
+        if scaler.rule is not None:
+            values[SCALE] = torch.tensor([scaler.factor, scaler.good], dtype=torch.float64)
     saving.plan(values)
     return saving
 

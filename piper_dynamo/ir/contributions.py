@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from piper_dynamo.ir.program import REDUCTIONS, Instr, Op, RankProgram, where
 
+_SUMMING = (Op.ACCUMULATE, Op.CAST)
+
 
 def check_reductions(programs: Sequence[RankProgram]) -> list[str]:
     """Each gradient of several ranks' parts is the sum of exactly these, once."""
@@ -87,7 +89,7 @@ class _Contributions:
             return frozenset()
         first = writers[0]
         match first.op:
-            case Op.ACCUMULATE:
+            case Op.ACCUMULATE | Op.CAST:
                 return self._sum(rank, reg, writers)
             case Op.ADD:
                 return self._join(reg, [(rank, part) for part in first.inputs])
@@ -100,10 +102,9 @@ class _Contributions:
 
     def _sum(self, rank: int, reg: str, writers: Sequence[Instr]) -> frozenset[int]:
         """Parts of different tasks: each has the same ranks' contributions."""
-        parts = [w.inputs[-1] if w.op is Op.ACCUMULATE else w.task for w in writers]
+        parts = [w.inputs[-1] if w.op in _SUMMING else w.task for w in writers]
         found = [
-            self.of(rank, w.inputs[-1]) if w.op is Op.ACCUMULATE else frozenset({rank})
-            for w in writers
+            self.of(rank, w.inputs[-1]) if w.op in _SUMMING else frozenset({rank}) for w in writers
         ]
         odd = next((i for i, one in enumerate(found) if one != found[0]), None)
         if odd is not None:
@@ -153,6 +154,9 @@ def check_gathers(programs: Sequence[RankProgram]) -> list[str]:
             elif instr.op is Op.FREE:
                 for reg in instr.inputs:
                     whole.pop(reg, None)
+            if instr.op is Op.CAST and instr.inputs[0] in blocks:
+                blocks[instr.outputs[0]] = blocks[instr.inputs[0]]
+                continue
             for reg in instr.reads() if instr.op is not Op.FREE else ():
                 if reg not in blocks:
                     continue

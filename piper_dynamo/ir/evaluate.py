@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from piper_dynamo.ir.contributions import last_write
 from piper_dynamo.ir.meaning import Meaning, Value, shown
 from piper_dynamo.ir.program import COLLECTIVES, REDUCTIONS, Group, Instr, Op, RankProgram, where
+from piper_dynamo.ir.spec import short
 
 Owner: TypeAlias = Any  # int, or ("rows", replicas, part)
 Named: TypeAlias = tuple[Value, Owner]
@@ -125,6 +126,7 @@ class _Play:
             Op.SEND: self._send,
             Op.DRAIN: lambda *_: None,
             Op.ACCUMULATE: self._accumulate,
+            Op.CAST: self._cast,
             Op.ADD: self._add,
             Op.LOSS: self._loss,
             Op.CONCAT: self._concat,
@@ -220,10 +222,10 @@ class _Play:
 
     def _is_state(self, one: _Rank, have: Held, want: Value, owner: Owner) -> bool:
         """Whether a task on others' rows reads its rank's own experts, or what all hold whole."""
-        if type(owner) is not tuple or isinstance(have, Total) or want[0] != "arg":
+        if type(owner) is not tuple or isinstance(have, Total) or want[0] not in ("arg", "cast"):
             return False
         _, replicas, part = owner
-        own = ("own", want[1], part, len(replicas))
+        own = _of_part(want, part, len(replicas))
         return have in ((own, one.replica), (want, one.replica))
 
     def _slice(self, one: _Rank, instr: Instr) -> None:
@@ -262,6 +264,15 @@ class _Play:
         *before, part = (self._get(one, reg) for reg in instr.inputs)
         total = self._total(part)
         one.held[instr.outputs[0]] = self._sum(one, before[0], total) if before else total
+
+    def _cast(self, one: _Rank, instr: Instr) -> None:
+        """A parameter, or what a rank has of it, is another value then; a gradient is not."""
+        value, spec = self._get(one, instr.inputs[0]), instr.spec
+        if type(value) is tuple and value[0][0] in ("arg", "own", "block") and spec is not None:
+            value = _as_cast(value[0], short(spec.dtype)), value[1]
+        else:
+            value = self._total(value)
+        one.held[instr.outputs[0]] = value
 
     def _add(self, one: _Rank, instr: Instr) -> None:
         total = self._total(self._get(one, instr.inputs[0]))
@@ -483,6 +494,20 @@ class _Play:
                 more = f" and {len(several) - _MANY} more" if len(several) > _MANY else ""
                 texts.append(f"{verb} {', '.join(map(self._shown, several[:_MANY]))}{more}")
         return "; ".join(texts)
+
+
+def _as_cast(value: Value, dtype: str) -> Value:
+    """A parameter in another dtype; a block of it is the block of the cast one."""
+    if value[0] == "block":
+        return ("block", _as_cast(value[1], dtype), *value[2:])
+    return ("cast", value, dtype)
+
+
+def _of_part(value: Value, part: int, count: int) -> Value:
+    """What a rank has of experts' parameters, of what all ranks together have."""
+    if value[0] == "cast":
+        return ("cast", _of_part(value[1], part, count), value[2])
+    return ("own", value[1], part, count)
 
 
 def _same(have: Held, want: Held) -> bool:

@@ -56,7 +56,9 @@ def _check_rank(program: RankProgram) -> list[str]:
                     f"{where(program, index)}: rows are exchanged over "
                     f"{instr.communicator}, but their counts were over {by.communicator}"
                 )
-        if instr.op not in (Op.RUN, Op.FREE):
+        if instr.op is Op.CAST and instr.inputs[0] in blocks:
+            blocks.add(instr.outputs[0])
+        elif instr.op not in (Op.RUN, Op.FREE):
             faults += [
                 f"{where(program, index)}: {reg!r} is a rank's own experts, and no other rank's"
                 for reg in instr.reads()

@@ -118,6 +118,8 @@ class Dag:
         layouts: How each replicated parameter is held, by position and device group.
         makers: The device groups that make parts of each gradient, by the argument's position.
         draws: How many operators of a region draw random numbers.
+        computed: The dtype in which chunks take a parameter, by position, where it is not the one
+            that it is held in.
     """
 
     graph: fx.Graph
@@ -132,6 +134,7 @@ class Dag:
     layouts: dict[tuple[int, tuple[int, ...]], Layout] = field(default_factory=dict)
     makers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     draws: dict[RegionId, int] = field(default_factory=dict)
+    computed: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Node]:
         """Compute nodes, empty phases included, in graph order."""

@@ -4,10 +4,12 @@ Terms: an *argument* is a placeholder of Dynamo's graph (parameter, buffer, data
 *microbatch* is one of the equal slices of the data arguments along their batch dims.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
 from torch import fx
 
 from piper_dynamo.ir.spec import TensorSpec
@@ -80,6 +82,8 @@ class Capture:
         buffers: Name of the node with a buffer's new value, by the position of the buffer.
         grads: Name of the node with an argument's gradient, by position.
         mode: The fake mode the values in `meta["val"]` belong to.
+        computed: By position, the dtype in which the graph takes a parameter, where it is not the
+            one that it is held in.
     """
 
     graph: fx.Graph
@@ -91,6 +95,7 @@ class Capture:
     buffers: dict[int, str]
     grads: dict[int, str]
     mode: Any
+    computed: Mapping[int, torch.dtype] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

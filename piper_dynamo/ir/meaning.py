@@ -16,9 +16,11 @@ from torch.fx.node import Node
 
 from piper_dynamo.ir.graph import Dag, border_of, is_pick, producer, results_of, task_of
 from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.spec import short
 from piper_dynamo.ir.task import Kind
 
 # ("arg", position)                    an argument of the call, whole
+# ("cast", value, dtype)               a parameter as chunks compute with it
 # ("weight", name), ("tangent", k)     what scales a loss; what the caller gives for output k
 # ("slice", value, dim, k, count)      a microbatch of it
 # ("task", name, k), ("bundle", name)  what a task makes
@@ -121,7 +123,10 @@ class _Reader:
     def _read(self, node: Node) -> Value:
         if node.op == "placeholder":
             if "arg" in node.meta:
-                return ("arg", node.meta["arg"])
+                position = node.meta["arg"]
+                dtype = self._dag.computed.get(position)
+                whole: Value = ("arg", position)
+                return whole if dtype is None else ("cast", whole, short(dtype))
             if "tangent" in node.meta:
                 return ("tangent", node.meta["tangent"])
             return ("weight", node.name)
@@ -192,6 +197,8 @@ def shown(value: Any, names: Mapping[int, str]) -> str:  # noqa: PLR0911
             return f"part {index} of {count} of the experts {names.get(position, position)!r}"
         case ("block", of, index, count):
             return f"block {index} of {count} of {shown(of, names)}"
+        case ("cast", of, dtype):
+            return f"{shown(of, names)} as {dtype}"
         case ("slice", of, _, index, count):
             return f"microbatch {index} of {count} of {shown(of, names)}"
         case ("task", name, slot):

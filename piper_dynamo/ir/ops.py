@@ -37,6 +37,11 @@ def add(*parts: Tensor) -> Tensor:
     return total
 
 
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value in another dtype."""
+    return value.to(dtype)
+
+
 def weighted_loss(losses: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The loss whose gradient is taken: the microbatches' losses times their weights, summed."""
     total = losses[0] * weights[0]

@@ -30,6 +30,7 @@ class Op(StrEnum):
     SEND = "send"  # start to send; the value must stay until the drain
     DRAIN = "drain"  # wait until a sent value has left
     ACCUMULATE = "accumulate"  # add a partial gradient into a sum that this rank owns
+    CAST = "cast"  # a new value: the input in the dtype of `spec`; of a gradient: begins a sum
     ADD = "add"  # a new value: the sum of the inputs in order
     LOSS = "loss"  # losses and weights, interleaved -> their weighted sum
     CONCAT = "concat"  # join along `dim`, or stack where it is None
@@ -92,7 +93,8 @@ class Instr:
         dim: SLICE, CONCAT.
         part: SLICE: which of `parts`.
         parts: SLICE: into how many.
-        spec: POST: the result. SEND: the value.
+        spec: POST, CAST: the result. SEND: the value. ACCUMULATE: the sum, where its dtype is not
+            the part's.
         specs: Collectives: the results, one per input; they travel as one.
         nbytes: Memory each output takes anew (0 for views).
         stream: The logical stream.

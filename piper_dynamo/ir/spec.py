@@ -79,7 +79,12 @@ class TensorSpec:
         return replace(self, shape=shape, stride=contiguous_stride(shape))
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        return f"{short(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name without what all have: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def show_bytes(nbytes: float) -> str:

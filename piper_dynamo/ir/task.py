@@ -37,6 +37,7 @@ class Kind(StrEnum):
     SLICE = "slice"
     ACCUMULATE = "accumulate"
     SUM = "sum"
+    CAST = "cast"
     LOSS = "loss"
     CONCAT = "concat"
     SEND = "send"

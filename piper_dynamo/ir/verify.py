@@ -1,13 +1,15 @@
 """The proof that a job's rank programs are safe and compute what they are to, as they will run.
 
 Its parts: registers and sums (here), messages and collectives (`matching.py`), deadlocks
-(`deadlock.py`), what several ranks hold (`contributions.py`), experts (`exchanges.py`), and what is
-computed (`evaluate.py`). A part that follows values through messages is asked once these match.
+(`deadlock.py`), what several ranks hold (`contributions.py`), experts (`exchanges.py`), dtypes
+(`casts.py`), and what is computed (`evaluate.py`). A part that follows values through messages is
+asked once these match.
 """
 
 from collections.abc import Mapping, Sequence
 
 from piper_dynamo.errors import PiperPlanError, join_faults
+from piper_dynamo.ir.casts import check_casts
 from piper_dynamo.ir.contributions import check_gathers, check_reductions
 from piper_dynamo.ir.deadlock import find_deadlock
 from piper_dynamo.ir.evaluate import check_values
@@ -48,6 +50,7 @@ def verify(
             *check_reductions(programs),
             *check_gathers(programs),
             *check_exchanges(programs),
+            *check_casts(programs),
         ]
     if not faults and not deadlock and meaning is not None:
         ranks = {program.rank: 0 for program in programs}

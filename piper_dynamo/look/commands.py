@@ -26,8 +26,8 @@ REFUSED, WRONG = 1, 2
 # Of the training job's options those that say what is planned.
 ASKED = (
     *("model", "pp", "dp", "ep", "schedule", "microbatches", "zero", "bucket_mb", "prefetch"),
-    *("keep", "capacity", "recompute", "dim", "layers", "heads", "kv_heads", "seq", "batch"),
-    *("experts", "top_k", "tied_head", "dtype", "seed", "compile"),
+    *("keep", "capacity", "recompute", "precision", "dim", "layers", "heads", "kv_heads", "seq"),
+    *("batch", "experts", "top_k", "tied_head", "dtype", "seed", "compile"),
 )
 _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
 # Options of a job on one rank.

@@ -26,7 +26,7 @@ from piper_dynamo.look.target import Target, doubled
 from piper_dynamo.planning import Plan, split_of
 from piper_dynamo.runtime.launch import launch
 from piper_dynamo.state import record_of
-from piper_dynamo.strategy import Shard
+from piper_dynamo.strategy import Precision, Shard
 from piper_dynamo.train.compare import relative_difference
 
 CLIP, RATE, MOMENTUM = 1.0, 0.05, 0.9
@@ -150,6 +150,15 @@ def _refuse_what_must_differ(target: Target, plan: Plan) -> None:
                 "experts with a capacity drop rows, which one process does not",
                 {"directive": f"{dropping[0]!r} at {dropping[0].where}"},
                 hint="compare without capacity=",
+            )
+        )
+    rounding = target.strategy.of(Precision)
+    if rounding:
+        raise PiperError(
+            format_error(
+                "piper.Precision rounds, which one process does not",
+                {"directive": f"{rounding[0]!r} at {rounding[0].where}"},
+                hint="compare without it",
             )
         )
 

@@ -15,7 +15,7 @@ from piper_dynamo.ir.graph import is_pick, task_of
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import COLLECTIVES, Instr, Op
-from piper_dynamo.ir.spec import show_bytes
+from piper_dynamo.ir.spec import short, show_bytes
 from piper_dynamo.ir.task import Kind, Pass, TaskName
 from piper_dynamo.planning import Plan
 from piper_dynamo.tables import table
@@ -175,10 +175,17 @@ def _parameter(plan: Plan, name: str) -> str:
                 spec = block_spec(spec, len(group))
                 how = f"block {group.index(rank) + 1} of {len(group)}, {spec}"
         registers = {reg for reg, position in program.state if position == arg.position}
+        casts = [i for i in program.instrs if i.op is Op.CAST and registers & set(i.inputs)]
+        registers.update(i.outputs[0] for i in casts)
         users = [i for i in program.instrs if registers & set(i.inputs)]
         tasks = dict.fromkeys(_region(i.task) for i in users if i.op is Op.RUN)
         gathers = [i.task for i in users if i.op is Op.ALL_GATHER]
         lines.append(f"  rank {rank}  {how}, {show_bytes(spec.nbytes)}")
+        lines += [
+            f"          cast to {short(i.spec.dtype)} once a step, {show_bytes(i.spec.nbytes)}"
+            for i in casts
+            if i.spec is not None
+        ]
         if tasks:
             lines.append(f"          used by {', '.join(tasks)}")
         if gathers:

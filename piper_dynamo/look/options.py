@@ -8,8 +8,9 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
+from piper_dynamo.options import NAN_CHECKS
 from piper_dynamo.schedules import SCHEDULES
-from piper_dynamo.train.config import CHUNKS, DTYPES, MODELS
+from piper_dynamo.train.config import CHUNKS, DTYPES, MODELS, PRECISIONS
 from piper_dynamo.train.resume import LATEST
 
 HELP = {
@@ -41,6 +42,9 @@ HELP = {
     "batch": "Rows per step, all microbatches and replicas together.",
     "tied_head": "Share the weights of embedding and head.",
     "dtype": f"{' or '.join(DTYPES)}.",
+    "precision": f"What chunks compute in, with masters of --dtype: {' or '.join(PRECISIONS)}; "
+    "fp16 has a dynamic loss scale.  [default: --dtype]",
+    "nan_check": f"If a value is not finite: {' or '.join(NAN_CHECKS)}.  [default: does not look]",
     "lr": "Peak learning rate.",
     "warmup": "Steps of linear warm-up.",
     "weight_decay": "AdamW's weight decay.",
@@ -62,6 +66,8 @@ VALUES = {
     "schedule": tuple(SCHEDULES),
     "compile": CHUNKS,
     "dtype": DTYPES,
+    "precision": PRECISIONS,
+    "nan_check": NAN_CHECKS,
     "zero": ("0", "1", "2", "3"),
     "keep": ("chunk", "step"),
     "recompute": ("full",),

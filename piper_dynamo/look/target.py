@@ -34,7 +34,7 @@ MODEL_OPTIONS = (
 )
 STRATEGY_OPTIONS = (
     *("pp", "dp", "ep", "zero", "bucket_mb", "prefetch", "keep", "microbatches", "schedule"),
-    *("capacity", "recompute"),
+    *("capacity", "recompute", "precision"),
 )
 DEFINED = ("model", "inputs", "strategy")
 

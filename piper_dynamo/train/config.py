@@ -5,13 +5,15 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 
 from piper_dynamo import strategies
-from piper_dynamo.directives import Keep
+from piper_dynamo.directives import Keep, Precision
 from piper_dynamo.errors import PiperStrategyError, join_faults
+from piper_dynamo.options import NAN_CHECKS
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.strategy import Strategy
 
 CHUNKS = ("aten", "inductor")
 DTYPES = ("float32", "float64")
+PRECISIONS = ("bf16", "fp16")
 LEVELS = (0, 1, 2, 3)
 MODELS = ("llama", "moe")
 # Other names that people use for a schedule.
@@ -77,6 +79,8 @@ class Config:
     capacity: float | None = None
     tied_head: bool = False
     dtype: str = "float32"
+    precision: str | None = None
+    nan_check: str | None = None
     lr: float = 3e-3
     warmup: int = 20
     weight_decay: float = 0.1
@@ -140,8 +144,10 @@ class Config:
                 ("schedule", self.schedule, tuple(SCHEDULES)),
                 ("compile", self.compile, CHUNKS),
                 ("dtype", self.dtype, DTYPES),
+                ("precision", self.precision, PRECISIONS),
+                ("nan_check", self.nan_check, NAN_CHECKS),
             )
-            if value not in known
+            if value is not None and value not in known
         ]
 
     def _shape_faults(self) -> list[str]:
@@ -177,6 +183,16 @@ class Config:
 
     def _checkpoint_faults(self) -> list[str]:
         faults = []
+        if self.precision is not None and self.compare:
+            faults.append(
+                f"--precision {self.precision} rounds, which --compare's one process does not; "
+                "leave one of them out"
+            )
+        if self.precision == "fp16" and self.nan_check == "raise":
+            faults.append(
+                "--precision fp16 finds its loss scale by steps that overflow, at which "
+                "--nan-check raise stops; give --nan-check skip"
+            )
         if self.resume is not None and self.compare:
             faults.append("--compare is about a run's first steps; leave it out with --resume")
         if self._changed("keep_last") and not self.save_every:
@@ -283,10 +299,15 @@ class Config:
         """How many pipeline stages the model is cut into: the schedule's least number."""
         return len(strategies.placement(self.schedule, self.pp))
 
+    @property
+    def loss_scale(self) -> str | None:
+        """Gradients in float16 need one."""
+        return "dynamic" if self.precision == "fp16" else None
+
     def strategy(self) -> Strategy:
         """The job's strategy."""
         # What needs replicas is refused without them before it comes to a strategy's own refusal.
-        return strategies.pipeline(
+        found = strategies.pipeline(
             self.schedule,
             ranks=self.pp,
             num_microbatches=self.microbatches,
@@ -299,6 +320,12 @@ class Config:
             keep=self._keep(),
             recompute=self._budget(),
         )
+        if self.precision is None:
+            return found
+        return Strategy(*found.directives, self._precision(), mesh=found.mesh)
+
+    def _precision(self) -> Precision:
+        return Precision({}, param="bf16" if self.precision == "bf16" else "fp16")
 
     def as_dict(self) -> dict[str, object]:
         """For the run folder."""

@@ -30,7 +30,10 @@ from piper_dynamo.train.report import RunFolder, claim_folder, curve
 from piper_dynamo.train.resume import prune, step_folder
 
 # Options that change the numbers, and not only where they are made.
-NUMBERS = ("steps", "batch", "seq", "dtype", "lr", "warmup", "weight_decay", "clip", "seed")
+NUMBERS = (
+    *("steps", "batch", "seq", "dtype", "precision"),
+    *("lr", "warmup", "weight_decay", "clip", "seed"),
+)
 RECORDED_STEP = 3  # the first steps warm up caches and allocators
 
 
@@ -116,6 +119,8 @@ class _Job:
                 batch,
                 compile=config.compile,
                 timeout_s=config.timeout_s,
+                nan_check=config.nan_check,
+                loss_scale=config.loss_scale,
             )
         if self.folder is not None:
             self.folder.write_config(config, corpus)

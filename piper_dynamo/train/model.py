@@ -39,7 +39,7 @@ def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     """Turn pairs (i, i + C/2) of each head by their position's angle."""
     half = x_BHTC.shape[-1] // 2
     turned = torch.cat((-x_BHTC[..., half:], x_BHTC[..., :half]), dim=-1)
-    return x_BHTC * cos_TC + turned * sin_TC
+    return (x_BHTC * cos_TC + turned * sin_TC).type_as(x_BHTC)  # tables may have more bits
 
 
 class Attention(nn.Module):
@@ -165,7 +165,7 @@ class Llama(nn.Module):
                     x_BTD, load = x_BTD
                     loads.append(load)
         with self._stage(self.last):
-            logits_BTV = self.head(self.norm(x_BTD))
+            logits_BTV = self.head(self.norm(x_BTD)).type_as(self.cos)
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
         return (loss, loads) if self.has_experts else loss
 

@@ -1,0 +1,87 @@
+"""Tags of a graph's nodes, as annotations and `regions=` patterns left them in their meta.
+
+Terms: an *entry* is an annotation without an index: its nodes carry a fresh number.
+
+Signature: nodes -> the tags of each.
+"""
+
+from collections import defaultdict
+
+from torch.fx.node import Node
+
+from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.joint import ENTRY, OUTPUT_COPY, PREFIX
+
+
+def tags_of(node: Node) -> dict[str, int]:
+    """A node's own tags; entries by their fresh numbers, which `number_entries` replaces."""
+    custom = node.meta.get("custom") or {}
+    return {
+        key.removeprefix(PREFIX): value
+        for key, value in custom.items()
+        if key.startswith(PREFIX) and isinstance(value, int) and key != OUTPUT_COPY
+    }
+
+
+def number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, int]]:
+    """Number annotations without an index 0, 1, 2, ... in order of entry.
+
+    Raises:
+        PiperCaptureError: A tag is annotated both with and without an index.
+    """
+    entries: dict[str, set[int]] = defaultdict(set)
+    explicit: set[str] = set()
+    for found in tags.values():
+        for key, value in found.items():
+            if key.endswith(ENTRY):
+                entries[key].add(value)
+            else:
+                explicit.add(key)
+    mixed = sorted(
+        key.removesuffix(ENTRY) for key in entries if key.removesuffix(ENTRY) in explicit
+    )
+    if mixed:
+        raise PiperCaptureError(
+            format_error(
+                "a tag is annotated both with and without an index",
+                {"tags": ", ".join(mixed)},
+                hint="give every piper.annotate of one name an index, or none",
+            )
+        )
+    index = {key: {v: i for i, v in enumerate(sorted(values))} for key, values in entries.items()}
+    return {
+        node: {
+            key.removesuffix(ENTRY): index[key][value] if key in index else value
+            for key, value in found.items()
+        }
+        for node, found in tags.items()
+    }
+
+
+def adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
+    """Untagged forward nodes join their nearest producer, or else their first consumer.
+
+    Args:
+        forward: Forward nodes in graph order.
+        tags: Their tags; those of untagged nodes are filled in.
+
+    Returns:
+        The nodes that had none; nothing where no node has any.
+    """
+    place = {node: i for i, node in enumerate(forward)}
+    untagged = [n for n in forward if not tags[n]]
+    if len(untagged) == len(forward):
+        return []
+    for node in untagged:
+        producers = [i for i in node.all_input_nodes if i in place and tags[i]]
+        if producers:
+            tags[node] = tags[max(producers, key=place.__getitem__)]
+    for node in reversed(untagged):
+        if not tags[node]:
+            consumers = [u for u in node.users if u in place and tags[u]]
+            if consumers:
+                tags[node] = tags[min(consumers, key=place.__getitem__)]
+    first = next(tags[n] for n in forward if tags[n])
+    for node in untagged:  # reads and feeds nothing tagged: an output made of inputs alone
+        tags[node] = tags[node] or first
+    return untagged

@@ -1,0 +1,270 @@
+"""Precision: casts in Dynamo's graph, at the borders of what computes in another dtype.
+
+Terms: a parameter is *held* in the dtype that the model and the optimizer have it in, and
+*computed* in the one that chunks see; `Precision(param=...)` makes the two differ. Casts come
+before autograd looks, so the backward has theirs.
+
+Signature: Dynamo's graph, its arguments, rules -> a copy with casts, and the dtype of each
+parameter that is not computed as it is held.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Node
+
+from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.alias import operator_name
+from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.ir.spec import short, user_line
+from piper_dynamo.ir.tags import adopt, number_entries, tags_of
+from piper_dynamo.strategy import Precision, Strategy
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_PRODUCTS = frozenset(
+    (
+        *("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "grouped_mm"),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    )
+)
+_CALLS = ("call_function", "call_method", "call_module")
+_IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One Precision directive: what it matches, what it asks for, and its name in a message."""
+
+    filter: Any
+    param: torch.dtype | None
+    grad: torch.dtype | None
+    reduce: torch.dtype | None
+    label: str
+
+
+def rules_of(strategy: Strategy) -> tuple[Rule, ...]:
+    """The strategy's Precisions."""
+    return tuple(
+        Rule(
+            filter=one.filter,
+            param=DTYPES[one.param] if one.param else None,
+            grad=DTYPES[one.grad] if one.grad else None,
+            reduce=DTYPES[one.reduce] if one.reduce else None,
+            label=f"{one!r} at {one.where}",
+        )
+        for one in strategy.of(Precision)
+    )
+
+
+def insert_casts(
+    gm: fx.GraphModule, args: Sequence[Arg], rules: Sequence[Rule]
+) -> tuple[fx.GraphModule, dict[int, torch.dtype]]:
+    """The graph in the precision asked for.
+
+    rewrite:   y = linear(x, w)  ->  y = linear(x.to(param), w), for a `w` of that dtype
+    requires:  regions that share a parameter agree on its dtype
+    keeps:     values up to rounding; tags: a cast to fewer bits is made where the value is, one to
+        more where it is used, so that few bytes are sent
+
+    Args:
+        gm: Dynamo's graph; it is not changed.
+        args: Its arguments.
+        rules: The strategy's.
+
+    Returns:
+        The new graph, and by position the dtype of each parameter that is computed in another one
+        than it is held in.
+
+    Raises:
+        PiperCaptureError: A parameter would need two dtypes, or a value is changed in place beyond
+            a border of dtypes.
+    """
+    if not any(rule.param for rule in rules):
+        return gm, {}
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    made = fx.GraphModule(gm, graph)
+    caster = _Caster(made, args, rules)
+    computed = caster.parameters()
+    caster.run()
+    made.recompile()
+    return made, computed
+
+
+class _Caster:
+    """A copy of Dynamo's graph, and in which dtype each of its nodes computes."""
+
+    def __init__(self, gm: fx.GraphModule, args: Sequence[Arg], rules: Sequence[Rule]) -> None:
+        self.graph, self.args, self.rules = gm.graph, args, rules
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.arg_of = dict(zip(placeholders, args, strict=True))
+        self.calls = [n for n in gm.graph.nodes if n.op in _CALLS]
+        self.tags, inner = _tags(gm, self.calls)
+        self.dtype: dict[Node, torch.dtype | None] = {}
+        for node in self.calls:
+            source = node.args[0] if node.args else None
+            if node.target is operator.getitem and source in self.dtype:
+                self.dtype[node] = self.dtype[source]
+                continue
+            found = {self._asked(tags) for tags in inner[node]} or {self._asked(self.tags[node])}
+            if len(found) > 1:
+                raise PiperCaptureError(
+                    format_error(
+                        "a checkpointed block computes in two precisions",
+                        {"at": user_line(node) or node.name},
+                        hint="let a piper.Precision match all of the block, or checkpoint its "
+                        "parts apart",
+                    )
+                )
+            (self.dtype[node],) = found
+        self.casts: dict[tuple[Node, torch.dtype, object], Node] = {}
+
+    def _asked(self, tags: dict[str, int]) -> torch.dtype | None:
+        return next((r.param for r in self.rules if r.filter.matches(tags)), None)
+
+    def parameters(self) -> dict[int, torch.dtype]:
+        """The dtype of each parameter that is not computed as it is held."""
+        found: dict[int, torch.dtype] = {}
+        for node, arg in self.arg_of.items():
+            if arg.kind is not ArgKind.PARAMETER or not _is_floating(node):
+                continue
+            assert arg.spec is not None
+            users = {self.dtype[u]: u for u in node.users if u in self.dtype}
+            if len(users) > 1:
+                raise PiperCaptureError(
+                    format_error(
+                        f"parameter {arg.name!r} is used in two precisions",
+                        {
+                            str(dtype or arg.spec.dtype).removeprefix("torch."): user_line(user)
+                            or user.name
+                            for dtype, user in users.items()
+                        },
+                        hint="give all regions that use it the same piper.Precision(param=...)",
+                    )
+                )
+            dtype = next(iter(users), None)
+            if dtype is not None and dtype != arg.spec.dtype:
+                found[arg.position] = dtype
+        return found
+
+    def run(self) -> None:
+        """Cast what comes into each call from where another dtype is computed in."""
+        for node in self.calls:
+            if node.target is operator.getitem:
+                continue
+            for source in node.all_input_nodes:
+                dtype = self._wanted(source, node)
+                if dtype is not None:
+                    self._refuse_in_place(source, node)
+                    node.replace_input_with(source, self._cast(source, dtype, node))
+
+    def _wanted(self, source: Node, node: Node) -> torch.dtype | None:
+        """What a value is to be cast to; None where it stays."""
+        arg = self.arg_of.get(source)
+        is_input = arg is not None and arg.kind is ArgKind.DATA
+        if not (is_input or source in self.dtype) or not _is_floating(source):
+            return None
+        mine = self.dtype[node]
+        if mine == self.dtype.get(source):
+            return None
+        captured: torch.dtype = source.meta["example_value"].dtype
+        return mine or captured
+
+    def _cast(self, source: Node, dtype: torch.dtype, user: Node) -> Node:
+        captured: torch.dtype = source.meta["example_value"].dtype
+        has = self.dtype.get(source) or captured
+        stays = source in self.dtype and dtype.itemsize < has.itemsize
+        owner = source if stays else user
+        key = (source, dtype, None if stays else tuple(self.tags[user].items()))
+        if key not in self.casts:
+            with self.graph.inserting_after(source) if stays else self.graph.inserting_before(user):
+                cast = self.graph.call_method("to", (source, dtype))
+            kept = ("custom", "stack_trace", "nn_module_stack")
+            cast.meta = {k: owner.meta[k] for k in kept if k in owner.meta}
+            self.casts[key] = cast
+        return self.casts[key]
+
+    def _refuse_in_place(self, source: Node, node: Node) -> None:
+        """A cast is a copy: who changes it does not change what others see."""
+        name = str(node.target)
+        changes = node.target in _IN_PLACE or (
+            node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+        )
+        if changes and node.args and node.args[0] is source:
+            raise PiperCaptureError(
+                format_error(
+                    "a value is changed in place where another precision begins",
+                    {"at": user_line(node) or node.name},
+                    hint="write x = x + y instead of x += y there, or move the border",
+                )
+            )
+
+
+def refuse_mixed(graph: fx.Graph) -> None:
+    """Products take factors of one dtype, which fake tensors do not see to.
+
+    Args:
+        graph: The joint graph.
+
+    Raises:
+        PiperCaptureError: A product has factors of two dtypes; names the user's line.
+    """
+    for node in graph.nodes:
+        if operator_name(node) not in _PRODUCTS:
+            continue
+        values = [i.meta.get("val") for i in node.all_input_nodes]
+        dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        if len(dtypes) > 1:
+            raise PiperCaptureError(
+                format_error(
+                    "the model cannot run in this precision: an operator gets two dtypes",
+                    {
+                        "at": user_line(node) or "no source line",
+                        "operator": operator_name(node),
+                        "dtypes": ", ".join(sorted(map(short, dtypes))),
+                    },
+                    hint="a dtype is baked into the graph, or a buffer has another one: write "
+                    "x.type_as(y) for x.to(y.dtype), and cast buffers where they are used",
+                )
+            )
+
+
+def _tags(
+    gm: fx.GraphModule, calls: list[Node]
+) -> tuple[dict[Node, dict[str, int]], dict[Node, list[dict[str, int]]]]:
+    """Tags of the calls, and of what is tagged in the nested graphs (checkpoints) that they run."""
+    nested = {n: _nested(gm, n) for n in calls}
+    every = [m for found in nested.values() for m in found]
+    tags = number_entries({n: tags_of(n) for n in (*calls, *every)})
+    inner = {n: [tags[m] for m in found if tags[m]] for n, found in nested.items()}
+    found = {n: tags[n] or next(iter(inner[n]), {}) for n in calls}
+    adopt(calls, found)
+    return found, inner
+
+
+def _nested(gm: fx.GraphModule, node: Node) -> list[Node]:
+    """The calls inside of what a higher-order operator runs."""
+    graphs = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    return [
+        m
+        for graph in graphs
+        if isinstance(graph, fx.GraphModule)
+        for m in graph.graph.nodes
+        if m.op in _CALLS
+    ]
+
+
+def _is_floating(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
