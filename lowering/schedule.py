@@ -206,7 +206,7 @@ def _costs(
         if name is not None
     }
     spent = durations(keys, costs, halves)
-    taken = [costs.on_link(_sent_bytes(node)) for node in nodes]
+    taken = [costs.on_link(_sent_bytes(node), _values(node)) for node in nodes]
     cost = list(taken)
     for vertex, (node, name) in enumerate(zip(nodes, names, strict=True)):
         if name is not None:
@@ -220,6 +220,11 @@ def _link(node: Node) -> object:
     """What has one transfer at a time: a channel between two ranks, or a communicator."""
     task = task_of(node)
     return (task.devices, task.stream, node.meta.get("ranks", {}).get("target"))
+
+
+def _values(node: Node) -> int:
+    """How many values a collective has."""
+    return len(node.users) if task_of(node).kind in COLLECTIVE_KINDS else 0
 
 
 def _sent_bytes(node: Node) -> float:

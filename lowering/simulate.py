@@ -312,7 +312,8 @@ class _Simulator:
     ) -> tuple[float, float]:
         """Take a link from `ready` on: begin and arrival."""
         start = max(ready, self.free.get(link, 0.0))
-        self.free[link] = start + self.costs.on_link(sent_bytes(kind, specs, size))
+        values = 0 if kind is Kind.SEND else len(specs)
+        self.free[link] = start + self.costs.on_link(sent_bytes(kind, specs, size), values)
         return start, self.free[link] + self.costs.after_link(kind)
 
     def event(

@@ -33,14 +33,16 @@ class Costs:
             it is there.
         chunks: Instead of these: the cost of each chunk, by its key, whatever runs it.
         skew: What a collective takes beside `comm`, since its ranks do not start it at once.
+        per_value: How long each value of a collective takes its link beside its bytes.
         host: What issuing an instruction takes of its rank, by what it does (`Op`).
         call: What a rank does before its first instruction.
         slowdown: How much longer chunks take while 1, 2, ... ranks compute, where these share a
             machine; for more of them, as the last says. Empty: each has its own.
 
     Raises:
-        PiperStrategyError: `comm`, `skew`, `call` or one of `host` is negative or not finite,
-            `bandwidth` is not above 0, a slowdown is below 1, or `of` and `chunks` are both there.
+        PiperStrategyError: `comm`, `skew`, `per_value`, `call` or one of `host` is negative or not
+            finite, `bandwidth` is not above 0, a slowdown is below 1, or `of` and `chunks` are both
+            there.
     """
 
     F: float = 1.0
@@ -51,13 +53,15 @@ class Costs:
     of: Callable[[TaskName], float] | None = None
     chunks: Mapping[str, float] | None = None
     skew: float = 0.0
+    per_value: float = 0.0
     host: Mapping[Op, float] = field(default_factory=dict)
     call: float = 0.0
     slowdown: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse links that carry nothing, and times that cannot be."""
-        times = {"comm": self.comm, "skew": self.skew, "call": self.call}
+        names = ("comm", "skew", "per_value", "call")
+        times = {name: getattr(self, name) for name in names}
         times |= {f"host of {op}": time for op, time in self.host.items()}
         for name, time in times.items():
             if not 0 <= time < math.inf:
@@ -114,9 +118,10 @@ class Costs:
         took = {c.key: sum(map(time, work_by_operator(c.graph))) for c in chunks.values()}
         return cls(chunks=took, comm=alpha, bandwidth=bandwidth, skew=skew)
 
-    def on_link(self, nbytes: float) -> float:
-        """How long a link is taken by so many bytes."""
-        return nbytes / self.bandwidth if self.bandwidth is not None else 0.0
+    def on_link(self, nbytes: float, values: int = 0) -> float:
+        """How long a link is taken by so many bytes, and so many values of a collective."""
+        carried = nbytes / self.bandwidth if self.bandwidth is not None else 0.0
+        return carried + values * self.per_value
 
     def after_link(self, kind: Kind) -> float:
         """How long a transfer that has been carried takes to arrive."""

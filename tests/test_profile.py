@@ -87,8 +87,13 @@ def test_links_take_alpha_beta_and_skew() -> None:
     assert found.simulate(costs).makespan == pytest.approx(3 + 1 + 3 + 1 + 8 / 128)
     summed = piper.strategies.pipeline("gpipe", ranks=1, num_microbatches=1, replicas=2)
     plan = piper.plan(Stack4(1), summed, rows(4))
-    with_skew = piper.Costs(F=0, BI=0, BW=0, comm=1.0, skew=2.0)
-    assert plan.simulate(with_skew).makespan == 3.0
+    free = {"F": 0.0, "BI": 0.0, "BW": 0.0}
+    assert plan.simulate(piper.Costs(**free, comm=1.0, skew=2.0)).makespan == 3.0
+    # One reduction has the gradients of all four weights, and one, over the same link, the loss.
+    assert plan.simulate(piper.Costs(**free, per_value=1.0)).makespan == 4.0 + 1.0
+    ordered = piper.Costs(comm=1.0, bandwidth=1e3, skew=1.0, per_value=1.0)
+    other = piper.plan(Stack4(1), summed, rows(4), costs=ordered)
+    assert other.simulate(ordered).makespan > plan.simulate(piper.Costs()).makespan
 
 
 @pytest.mark.parametrize("rates", [(0.0, 1.0), (1.0, -1.0)])

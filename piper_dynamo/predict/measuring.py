@@ -45,6 +45,7 @@ from piper_dynamo.values import is_whole
 
 WARM, LEAST_RUNS, MOST_RUNS, ENOUGH_S = 2, 7, 50, 0.15
 SIZES = (2**8, 2**16, 2**18, 2**20, 2**22)  # bytes of messages
+VALUES = 17  # of a collective with many
 ROUNDS = 15
 SHOW_AFTER_S = 2.0
 
@@ -142,13 +143,17 @@ def _links() -> dict[str, Any]:
         dist.barrier()
         there.append(_median(functools.partial(_round_trip, comm, value)) / 2)
         back.append(sent_bytes(Kind.ALL_REDUCE, [TensorSpec.of(value)], 2))
-        reduced.append(_median(functools.partial(_all_reduce, comm, value, group)))
+        reduced.append(_median(functools.partial(_all_reduce, comm, [value], group)))
+    small = [torch.zeros(SIZES[0] // 4) for _ in range(VALUES)]
+    many = _median(functools.partial(_all_reduce, comm, small, group))
+    per_value = max((many - reduced[0]) / (VALUES - 1), 0.0)
     alpha, per_byte = _line(SIZES, there)
     start, per_reduced = _line(back, reduced)
     return {
         "alpha": alpha,
         "bandwidth": 2 / (per_byte + per_reduced),
-        "skew": max(start - alpha, 0.0),
+        "skew": max(start - alpha - per_value, 0.0),
+        "per_value": per_value,
     }
 
 
@@ -163,8 +168,8 @@ def _round_trip(comm: TorchCommunicator, value: torch.Tensor) -> None:
     comm.drain(other, 0)
 
 
-def _all_reduce(comm: TorchCommunicator, value: torch.Tensor, group: Any) -> None:
-    comm.wait_all(comm.start_collective(Op.ALL_REDUCE, [value], group, [value]))
+def _all_reduce(comm: TorchCommunicator, values: Sequence[torch.Tensor], group: Any) -> None:
+    comm.wait_all(comm.start_collective(Op.ALL_REDUCE, values, group, values))
 
 
 def _median(call: Callable[[], None]) -> float:

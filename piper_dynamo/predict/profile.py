@@ -53,6 +53,7 @@ class Profile:
         alpha: Of a message between two processes, whatever its size.
         bandwidth: Bytes per second of a message or collective.
         skew: What a collective takes beside that.
+        per_value: What each of its values takes beside its bytes.
         host: What issuing an instruction takes, by what it does.
         call: What a step takes beside its program.
         slowdown: How much longer chunks take while 1, 2, ... ranks compute.
@@ -64,6 +65,7 @@ class Profile:
     alpha: float = 0.0
     bandwidth: float | None = None
     skew: float = 0.0
+    per_value: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
     call: float = 0.0
     slowdown: tuple[float, ...] = ()
@@ -91,6 +93,7 @@ class Profile:
             comm=self.alpha,
             bandwidth=self.bandwidth,
             skew=self.skew,
+            per_value=self.per_value,
             host={Op(name): seconds for name, seconds in self.host.items()},
             call=self.call,
             slowdown=self.slowdown,
@@ -143,7 +146,7 @@ class Profile:
             f"{len(took)} chunks ({self.compile})"
             + (f", {took[0] * 1e3:.3g} to {took[-1] * 1e3:.3g} ms" if took else ""),
             f"messages: {self.alpha * 1e6:.0f} us and {carried} MB/s; "
-            f"collectives {self.skew * 1e6:.0f} us more",
+            f"collectives {self.skew * 1e6:.0f} us more, and {self.per_value * 1e6:.0f} us a value",
             f"a step beside its program: {self.call * 1e6:.0f} us",
         ]
         if self.slowdown:
@@ -178,6 +181,7 @@ def _read(found: Any) -> Profile:
         alpha=_number(found["alpha"]),
         bandwidth=None if bandwidth is None else _number(bandwidth),
         skew=_number(found["skew"]),
+        per_value=_number(found["per_value"]),
         host={str(Op(name)): _number(seconds) for name, seconds in found["host"].items()},
         call=_number(found["call"]),
         slowdown=tuple(map(_number, found["slowdown"])),
