@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_error
+from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.pending import InitFn, fill, identity, source_of
 from piper_dynamo.planning import Plan
-from piper_dynamo.programs import replicas_of
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.sharding import digest
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
+from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.graph import Dag, task_of
 from piper_dynamo.ir.joint import Arg
 from piper_dynamo.ir.program import RankProgram
 from piper_dynamo.ir.task import Pass
-from piper_dynamo.programs import replicas_of
 from piper_dynamo.strategy import Order, Split, Strategy
 
 

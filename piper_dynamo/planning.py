@@ -20,6 +20,7 @@ from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.filters import Filter
 from piper_dynamo.garbage import collect, resting_collector
+from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
 from piper_dynamo.ir.joint import Arg, Recomputed
@@ -56,7 +57,7 @@ from piper_dynamo.pictures.graph import draw_graph
 from piper_dynamo.plan_checks import check_two_programs, find_weighers
 from piper_dynamo.precision import Rule, rules_of
 from piper_dynamo.predict.profile import Profile
-from piper_dynamo.programs import NUM_PASSES, AlikePrograms, programs_of, replicas_of
+from piper_dynamo.programs import NUM_PASSES, AlikePrograms, programs_of
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective

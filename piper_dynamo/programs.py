@@ -154,8 +154,3 @@ def _forward_first(tasks: list[Node]) -> list[Node]:
     names = [(task_of(node).name, node) for node in tasks]
     forward = [node for name, node in names if name is not None and name.which is Pass.F]
     return forward + [node for name, node in names if name is None or name.which is not Pass.F]
-
-
-def replicas_of(groups: Sequence[Devices]) -> dict[int, int]:
-    """Which replica each rank belongs to."""
-    return {rank: place for devices in groups for place, rank in enumerate(devices)}

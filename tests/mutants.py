@@ -16,6 +16,7 @@ from torch import Tensor
 
 from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.errors import PiperError, PiperPlanError
+from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.program import (
     COLLECTIVES,
@@ -28,7 +29,6 @@ from piper_dynamo.ir.program import (
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.planning import Plan
-from piper_dynamo.programs import replicas_of
 from piper_dynamo.runtime.local import LocalWorld, current
 
 Programs = Sequence[RankProgram]
@@ -70,7 +70,7 @@ class Mutant:
             "",
             "from piper_dynamo.ir.program import Instr",
             "from piper_dynamo.ir.verify import verify",
-            "from piper_dynamo.programs import replicas_of",
+            "from piper_dynamo.ir.alike import replicas_of",
             "",
             f"# {self.kind}: {self.at}",
             "programs = list(plan.programs)",

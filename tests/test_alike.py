@@ -11,11 +11,11 @@ import torch
 import piper_dynamo as piper
 from piper_dynamo import captured
 from piper_dynamo.errors import PiperPlanError
-from piper_dynamo.ir.alike import are_alike
+from piper_dynamo.ir.alike import are_alike, replicas_of
 from piper_dynamo.ir.program import Op, RankProgram
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.planning import Plan, make_plan
-from piper_dynamo.programs import AlikePrograms, replicas_of
+from piper_dynamo.programs import AlikePrograms
 from tests import experts
 from tests.models import Stack4, TiedLM, rows
 

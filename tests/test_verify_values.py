@@ -8,10 +8,10 @@ import pytest
 
 import piper_dynamo as piper
 from piper_dynamo.errors import PiperPlanError
+from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.planning import Plan
-from piper_dynamo.programs import replicas_of
 from tests import experts, jobs, replicas
 from tests.experts import Mixture
 from tests.jobs import LINE2

@@ -137,3 +137,8 @@ def part_of_job(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
         )
         for program in sorted(programs, key=lambda one: one.rank)
     )
+
+
+def replicas_of(groups: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Which replica each rank belongs to."""
+    return {rank: place for devices in groups for place, rank in enumerate(devices)}
