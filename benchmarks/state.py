@@ -9,8 +9,7 @@ of the same moments. What a chunk needs while it runs is not in either. glibc is
 of 64 KiB and more back at once, so that its reserves do not count.
 
 `saving`: bytes of a checkpoint's folder beside those of what is saved, and memory while saving
-(VmHWM above what is resident before). `async`: steps while a save writes in the background, its
-call included, beside the same steps without one, in turn.
+(VmHWM above what is resident before).
 """
 
 import ctypes
@@ -24,25 +23,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+import torch
 import torch._dynamo
-import torch._inductor.compile_fx  # noqa: F401
+import torch._inductor.compile_fx
 from torch import Tensor
 
 import piper_dynamo as piper
 from benchmarks import command
 from benchmarks.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, resident
-from benchmarks.paired import Comparison, compare
+from benchmarks.paired import PAIRS
 from benchmarks.report import Row
 from benchmarks.sides import PiperStep, batch_of
 from piper_dynamo._torch_compat import local_tensor
 from piper_dynamo.runtime.executor import Runtime
 from piper_dynamo.train.config import Config
 
-CONFIG = Config(dim=256, layers=8, heads=8, kv_heads=4, seq=256, batch=128, microbatches=8, pp=2)
+# One rank: what is to receive a message is planned for, but resident only once it has come.
+CONFIG = Config(dim=256, layers=4, heads=8, kv_heads=4, seq=256, batch=32, microbatches=4, pp=1)
 # Large beside a call's fixed costs, and steps that last as long as such a model's do.
 SAVED = replace(CONFIG, dim=768, layers=8, heads=12, kv_heads=4, seq=128, batch=16, pp=1)
-OVERLAPPED = 20  # steps that a save is spread over
-BUDGETS: dict[str, str | None] = {"as it pays": None, "0.5": "0.5", "full": "full"}
+CASES: dict[str, tuple[str | None, bool]] = {
+    "float32": (None, False),
+    "float32, recompute 0.5": ("0.5", False),
+    "float32, recompute full": ("full", False),
+    "autocast bfloat16": (None, True),
+    "autocast bfloat16, recompute full": ("full", True),
+}
 WITHIN = 0.05
 MIB = 2**-20
 
@@ -79,8 +85,13 @@ def _watched() -> Iterator[list[int]]:
         Runtime.mark = mark  # type: ignore[method-assign]
 
 
-def kept(config: Config) -> Kept:
+def kept(config: Config, autocast: bool) -> Kept:
     """This rank's figures of a step after two others."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return _kept(config)
+
+
+def _kept(config: Config) -> Kept:
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024)
@@ -99,20 +110,21 @@ def kept(config: Config) -> Kept:
 
 
 def activations() -> Iterator[Row]:
-    """Each rank of a pipeline, by how much its stages keep."""
-    for name, recompute in BUDGETS.items():
-        config = replace(CONFIG, recompute=recompute)
-        for rank, one in enumerate(piper.launch(functools.partial(kept, config), config.world)):
-            off = one.measured / one.planned - 1
-            yield Row(
-                section="activations",
-                what=f"recompute {name}, rank {rank}",
-                figures=f"planned {one.planned * MIB:.1f} MiB, measured {one.measured * MIB:.1f} "
-                f"MiB ({off:+.1%}); with what chunks need inside {one.inside * MIB:.1f} MiB",
-                bar=f"measured within {WITHIN:.0%} of planned",
-                held=abs(off) <= WITHIN,
-                data={"planned": one.planned, "measured": one.measured, "inside": one.inside},
-            )
+    """All forwards before all backwards, by how much is kept and in which precision."""
+    config = replace(CONFIG, schedule="gpipe")
+    for name, (recompute, autocast) in CASES.items():
+        job = functools.partial(kept, replace(config, recompute=recompute), autocast)
+        (one,) = piper.launch(job, 1)
+        off = one.measured / one.planned - 1
+        yield Row(
+            section="activations",
+            what=name,
+            figures=f"planned {one.planned * MIB:.1f} MiB, measured {one.measured * MIB:.1f} MiB "
+            f"({off:+.1%}); with what chunks need inside {one.inside * MIB:.1f} MiB",
+            bar=f"measured within {WITHIN:.0%} of planned",
+            held=abs(off) <= WITHIN,
+            data={"planned": one.planned, "measured": one.measured, "inside": one.inside},
+        )
 
 
 def _state_bytes(step: PiperStep) -> int:
@@ -154,60 +166,15 @@ def saving() -> Iterator[Row]:
         )
 
 
-def _overlapped(folder: str, pairs: int) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """Seconds of steps with a save in the background and without, and of the save's call."""
-    step, batch = PiperStep(SAVED), batch_of(SAVED)
-    calls: list[float] = []
-    step(*batch)
-
-    def steps(saves: bool) -> float:
-        start = time.perf_counter()
-        pending = None
-        if saves:
-            pending = piper.save_checkpoint_async(folder, step.step, step.optimizer)
-            calls.append(time.perf_counter() - start)
-        for _ in range(OVERLAPPED):
-            step(*batch)
-        if pending is not None:
-            pending.wait()
-        return time.perf_counter() - start
-
-    steps(True)
-    found = compare(lambda: steps(True), lambda: steps(False), pairs=pairs)
-    return found.first, found.second, min(calls)
-
-
-def overlapped(pairs: int) -> Iterator[Row]:
-    """One rank, and a core that is free for the writing."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = functools.partial(_overlapped, folder, pairs)
-        ((with_save, without, call),) = piper.launch(job, 1)
-    found = Comparison(first=with_save, second=without)
-    yield Row(
-        section="async",
-        what=f"{OVERLAPPED} steps with a save in the background",
-        figures=f"{found.text()}   the call itself {call * 1e3:.0f} ms",
-        bar="<= 1.05 x the steps alone",
-        held=found.interval()[1] <= 1.05,
-        data=found.figures() | {"call": call},
-    )
-
-
-SECTIONS = ("activations", "saving", "async")
+SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"activations": activations, "saving": saving}
 
 
 @click.command()
-@command.only(SECTIONS)
-@command.pairs()
+@command.only(list(SECTIONS))
 @command.json_path()
-def main(only: list[str], pairs: int, path: str | None) -> None:
+def main(only: list[str], path: str | None) -> None:
     """Measure, and print one table with verdicts."""
-    sections: dict[str, Callable[[], Iterator[Row]]] = {
-        "activations": activations,
-        "saving": saving,
-        "async": functools.partial(overlapped, pairs),
-    }
-    command.measure({name: sections[name] for name in only}, pairs, path)
+    command.measure({name: SECTIONS[name] for name in only}, PAIRS, path)
 
 
 if __name__ == "__main__":
