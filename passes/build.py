@@ -64,6 +64,7 @@ class _Builder:
             loss=capture.loss,
             regions={r: regions.where.get(r, "") for r in regions.order},
             training=bool(capture.tangents),
+            sources=regions.sources,
         )
 
     def placeholder(self, position: int) -> None:

@@ -18,6 +18,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import capture as capturing
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError, format_error
+from piper_dynamo.footprint import Optimizer, RankMemory, at_peak, held_before
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
@@ -30,7 +31,7 @@ from piper_dynamo.lowering.apart import keep_apart
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.lower import finish, lower
-from piper_dynamo.lowering.memory import free_dead, memory_curve, peak_bytes
+from piper_dynamo.lowering.memory import free_dead, held_over_time, memory_curve, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
 from piper_dynamo.lowering.sums import add_in_chunks
@@ -49,7 +50,7 @@ from piper_dynamo.passes.place import Place, Placement
 from piper_dynamo.passes.regions import find_regions
 from piper_dynamo.passes.replicate import Replicate, Replication
 from piper_dynamo.passes.shard import Shard, Sharding
-from piper_dynamo.passes.split import Split, batch_dims
+from piper_dynamo.passes.split import Split
 from piper_dynamo.passes.split_backward import SplitBackward
 from piper_dynamo.passes.tie import Tie
 from piper_dynamo.passes.transfer import Transfer
@@ -160,13 +161,34 @@ class Plan:
         """The step on an ideal machine with the given costs."""
         return simulate(self.programs, costs or Costs(), self.halves)
 
-    def timeline(self, costs: Costs | None = None) -> Timeline:
-        """The simulated step, with what each rank's step holds over time."""
+    def timeline(self, costs: Costs | None = None, *, optimizer: Optimizer = None) -> Timeline:
+        """The simulated step, with what each rank holds over time, by category.
+
+        Args:
+            costs: What things cost; None: every pass of a region 1.
+            optimizer: Whose state is counted, as in `memory`.
+        """
         found = self.simulate(costs)
         for program, starts in zip(self.programs, found.starts, strict=True):
-            curve = memory_curve(program, self.dag.chunks, starts)
+            before = held_before(program, self.args, optimizer)
+            curve = memory_curve(program, self.dag.chunks, starts, before)
             found.timeline.memory[program.rank] = curve
         return found.timeline
+
+    def memory(self, optimizer: Optimizer = None) -> tuple[RankMemory, ...]:
+        """What each rank holds at its peak, by category; temporaries inside chunks not counted.
+
+        Args:
+            optimizer: Whose state is counted: "sgd", "momentum", "adam", "adamw", or how many
+                values it keeps of each parameter's element, in its dtype. None: it is left out.
+
+        Raises:
+            PiperError: It is not known.
+        """
+        return tuple(
+            at_peak(p, self.args, held_over_time(p, self.dag.chunks), optimizer)
+            for p in self.programs
+        )
 
     def plot(
         self,
@@ -175,6 +197,7 @@ class Plan:
         *,
         unit: str = "units of cost",
         run: str | Path | None = None,
+        optimizer: Optimizer = None,
     ) -> None:
         """Draw the simulated step, rank by time.
 
@@ -183,6 +206,7 @@ class Plan:
             costs: What things cost; None: every pass of a region 1, or what it took in `run`.
             unit: The unit of the costs; "s" where they are seconds, as beside a run they must be.
             run: A run folder, whose measured step is drawn below the predicted one.
+            optimizer: Whose state is drawn with what ranks hold, as in `memory`.
         """
         timelines = {}
         if run is not None:
@@ -190,7 +214,8 @@ class Plan:
             timelines = {"measured": measured}
             costs = costs or measured_costs(measured)
         heading = "predicted, from the mean time of each task" if run and costs else "predicted"
-        save({heading: self.timeline(costs), **timelines}, path, unit=unit)
+        predicted = {heading: self.timeline(costs, optimizer=optimizer)}
+        save(predicted | timelines, path, unit=unit)
 
     def draw(self, path: str | Path) -> None:
         """Draw the distributed DAG, if it is small: .dot, or .svg where graphviz is installed."""
@@ -258,8 +283,12 @@ class Plan:
         instrs = (replace(i, where=os.path.basename(i.where)) for i in program.instrs)
         return "\n".join([repr((places, ranks, rest)), *map(str, instrs)])
 
-    def summary(self) -> str:
-        """Ranks, what they hold, run and exchange, and predicted memory, as a table."""
+    def summary(self, *, optimizer: Optimizer = None) -> str:
+        """Ranks, what they hold, run and exchange, and predicted memory, as tables.
+
+        Args:
+            optimizer: Whose state is counted, as in `memory`.
+        """
         return summarize(
             self.programs,
             self.args,
@@ -268,6 +297,7 @@ class Plan:
             training=self.dag.training,
             untagged=self.untagged,
             communicators=self.communicators(),
+            memories=self.memory(optimizer),
         )
 
     def __str__(self) -> str:
@@ -568,10 +598,3 @@ def _forward_first(tasks: list[Node]) -> list[Node]:
     names = [(task_of(node).name, node) for node in tasks]
     forward = [node for name, node in names if name is not None and name.which is Pass.F]
     return forward + [node for name, node in names if name is None or name.which is not Pass.F]
-
-
-def data_dims(args: Sequence[Arg], split: SplitDirective) -> dict[int, int]:
-    """Batch dim of each sliced argument; see `passes.split.batch_dims`."""
-    return batch_dims(
-        tuple(args), split.num_microbatches, split.inputs, getattr(split, "where", "")
-    )

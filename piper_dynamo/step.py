@@ -28,16 +28,16 @@ from piper_dynamo.errors import (
     format_error,
 )
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.program import Op, RankProgram
+from piper_dynamo.ir.program import Op, RankProgram, Watch
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.options import Options
+from piper_dynamo.passes.split import data_dims
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import (
     Plan,
     capacities_of,
     cuts_of,
-    data_dims,
     make_plan,
     split_of,
     template_of,
@@ -335,13 +335,17 @@ class CompiledStep:
                 value.clone() if position in changed else value
                 for value, (_, position) in zip(state_values, program.state, strict=True)
             ]
+        watch, debugger = Watch(timed=recorder is not None), state.debugger
+        if debugger is not None:
+            watch = debugger.watch(plan, program, watch)
         results = entry.executor.run(
             state_values,
             [values[p].detach().contiguous() for _, p in program.data],
             self._weights(plan, program.weights, values, entry.executor.comm),
             seed=seed,
             first_microbatch=state.data_rank * plan.dag.num_microbatches,
-            timed=recorder is not None,
+            watch=watch,
+            probe=debugger,
         )
         if recorder is not None:
             recorder(entry.executor)

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from piper_dynamo.errors import PiperSyntaxError
+from piper_dynamo.footprint import RankMemory, held_spec
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import (
     COLLECTIVES,
     REDUCTIONS,
@@ -28,6 +28,7 @@ from piper_dynamo.ir.program import (
 from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.ir.task import RegionId, TaskName
 from piper_dynamo.tables import table
+from piper_dynamo.timeline import CATEGORIES
 
 NONE = "-"
 _ALWAYS = ("rank", "regions", "tasks", "step peak")
@@ -122,6 +123,7 @@ def summarize(
     training: bool,
     untagged: Sequence[tuple[str, RegionId]],
     communicators: Sequence[Group] = (),
+    memories: Sequence[RankMemory] = (),
 ) -> str:
     """Ranks, what they hold, run, send, gather and reduce per step, and predicted memory.
 
@@ -133,6 +135,7 @@ def summarize(
         training: Whether there is a backward.
         untagged: Lines of operators without a tag, and the region they joined.
         communicators: What ranks create before the first step, in that order.
+        memories: What each rank holds at its peak.
     """
     heading = [
         _many(len(programs), "rank"),
@@ -150,6 +153,7 @@ def summarize(
         )
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
+    lines += _memory_lines(memories)
     unique = {key for program in programs for _, key in program.chunks}
     lines.append(f"{_many(len(unique), 'chunk')} to compile")
     lines += _edge_lines(edges(programs))
@@ -251,6 +255,22 @@ def uses(programs: Sequence[RankProgram], communicators: Sequence[Group]) -> lis
     ]
 
 
+def _memory_lines(found: Sequence[RankMemory]) -> list[str]:
+    """What ranks hold at their peaks, by category; a column where some rank has something in it."""
+    if not found:
+        return []
+    heads = [c for c in CATEGORIES if any(one.held.get(c) for one in found)]
+    rows = [
+        [str(one.rank), *(_bytes(one.held.get(c, 0)) for c in heads), show_bytes(one.total)]
+        for one in found[:_LISTED]
+    ]
+    is_told = any("optimizer state" in one.held for one in found)
+    title = "memory when each rank holds most" + (
+        "" if is_told else "; the optimizer's state, which a plan does not know, comes on top"
+    )
+    return [title, *table(["rank", *heads, "all"], rows), *_rest(found)]
+
+
 def _edge_lines(found: Sequence[Edge]) -> list[str]:
     """A table of messages; none where there are none."""
     rows = [
@@ -299,18 +319,15 @@ def _regions(runs: Sequence[Instr]) -> str:
 
 def _parameters(program: RankProgram, args: Sequence[Arg]) -> tuple[int, int, int]:
     """Bytes of parameters that are whole, of the blocks of others, and of those that are absent."""
-    shards, experts = dict(program.shards), dict(program.experts)
+    blocks = {position for position, _ in (*program.shards, *program.experts)}
     held = {position for _, position in program.state}
     whole = sharded = absent = 0
     for arg in args:
         if arg.kind is not ArgKind.PARAMETER or arg.spec is None:
             continue
-        groups = [g[arg.position] for g in (experts, shards) if arg.position in g]
-        if groups:
-            spec = arg.spec
-            for group in groups:
-                spec = block_spec(spec, len(group))
-            sharded += spec.nbytes
+        if arg.position in blocks:
+            block = held_spec(program, arg)
+            sharded += block.nbytes if block is not None else 0
         elif arg.position in held:
             whole += arg.spec.nbytes
         else:

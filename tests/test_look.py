@@ -289,7 +289,7 @@ def test_plot_of_the_graph(file: Path, tmp_path: Path):
         (["--costs", "F"], 2, "'F' is not name=number"),
         (["--costs", "G=1"], 2, "there is no 'G'; known: F, BI"),
         (["--costs", "comm=-1"], 2, "comm is -1.0"),
-        (["--graph", "--costs", "F=1"], 2, "about time"),
+        (["--graph", "--costs", "F=1"], 2, "about steps over time"),
         (["-o", "timeline.pdf"], 1, "suffix"),
         (["-o", "none/timeline.png"], 1, "cannot be written"),
         (["--run", "none"], 1, "not a trace of a step"),

@@ -30,6 +30,7 @@ FACADE = frozenset(
         *(
             "checkpoint",
             "cli",
+            "debug",
             "look",
             "measure",
             "meeting",

@@ -9,7 +9,7 @@ nodes, the only edges that carry no value. The output node names what a step giv
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from piper_dynamo.ir.chunk import Chunk, runnable
 from piper_dynamo.ir.joint import Arg, ArgKind, Output
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, copy_groups
-from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.spec import Source, TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 
 WEIGHT = "weight"  # name of the placeholder(s) that scale a microbatch's loss and tangent
@@ -111,6 +111,7 @@ class Dag:
         outputs: The captured call's outputs.
         loss: Which of them is the loss.
         regions: Regions in forward order, with the first user line of each.
+        sources: The modules and user lines that each region comes from.
         num_microbatches: 1 before the batch is split.
         orders: Pairs (before, after) of task nodes; with the directive's own line.
         training: Whether there is a backward.
@@ -129,6 +130,7 @@ class Dag:
     training: bool = True
     layouts: dict[tuple[int, tuple[int, ...]], Layout] = field(default_factory=dict)
     makers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    sources: Mapping[RegionId, tuple[Source, ...]] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Node]:
         """Compute nodes, empty phases included, in graph order."""

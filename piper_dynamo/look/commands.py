@@ -1,11 +1,9 @@
 """`piper plan`, `check`, `plot`, `compare` and `explain`.
 
-All take the same target. Exit codes: 0 fine, 1 the plan is refused (or differs, or has no such
-task), 2 the command was asked wrongly.
+All take the same target; `command.py` says what they exit with.
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,9 @@ from click.core import ParameterSource
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError
+from piper_dynamo.look.command import REFUSED, Command, show_json
+from piper_dynamo.look.convert import convert
+from piper_dynamo.look.dumps import debug
 from piper_dynamo.look.options import option_of
 from piper_dynamo.train.config import Config, schedule_name
 
@@ -22,36 +23,14 @@ if TYPE_CHECKING:  # importing torch's compiler takes seconds
     from piper_dynamo.look.target import Target
     from piper_dynamo.planning import Plan
 
-REFUSED, WRONG = 1, 2
 # Of the training job's options those that say what is planned.
 ASKED = (
     *("model", "pp", "dp", "ep", "schedule", "microbatches", "zero", "bucket_mb", "prefetch"),
     *("keep", "capacity", "dim", "layers", "heads", "kv_heads", "seq", "batch", "experts"),
     *("top_k", "tied_head", "dtype", "seed", "compile"),
 )
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # of footprint.py, which imports torch
 _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
-
-
-class _Command(click.Command):
-    """Shows a PiperError as its text, or as the last line where that is to be JSON."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except PiperError as error:
-            from piper_dynamo.look.target import Misuse
-
-            click.echo(f"piper: {error}", err=True)
-            code = WRONG if isinstance(error, Misuse) else REFUSED
-            if ctx.params.get("as_json"):
-                show_json(ctx, is_fine=False, error=type(error).__name__, message=str(error))
-            ctx.exit(code)
-
-
-def show_json(ctx: click.Context, *, is_fine: bool, **values: Any) -> None:
-    """The machine-readable last line."""
-    found = {"command": ctx.info_name, "ok": is_fine, **values}
-    click.echo(json.dumps(found, default=str, allow_nan=False))
 
 
 def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,16 +76,29 @@ def _takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
 _SHARED = {*ASKED, "target", "ranks", "is_meta", "as_json"}
 
 
+_names_optimizer = click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    help="Count this optimizer's state to what ranks hold.  [default: it is left out]",
+)
+
+
 def _is_json(ctx: click.Context) -> bool:
     return bool(ctx.params["as_json"])
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @_takes_target
 @click.option("--graph", "with_graph", is_flag=True, help="Show the distributed graph, too.")
 @click.option("--rank", type=click.IntRange(min=0), help="Show this rank's program, too.")
+@_names_optimizer
 def plan(
-    ctx: click.Context, target: "Target", ranks: int | None, with_graph: bool, rank: int | None
+    ctx: click.Context,
+    target: "Target",
+    ranks: int | None,
+    with_graph: bool,
+    rank: int | None,
+    optimizer: str | None,
 ) -> None:
     """Show what a step holds, runs and sends on every rank, without running it.
 
@@ -114,16 +106,16 @@ def plan(
     model of piper train, or a run folder; without one the options describe a job of piper train.
     """
     found = target.plan(ranks)
-    click.echo(found.summary())
+    click.echo(found.summary(optimizer=optimizer))
     if with_graph:
         click.echo(f"\n{found.graph}")
     if rank is not None:
         click.echo(f"\n{found.program(rank)}")
     if _is_json(ctx):
-        show_json(ctx, is_fine=True, **_facts(found))
+        show_json(ctx, is_fine=True, **_facts(found, optimizer))
 
 
-def _facts(found: "Plan") -> Mapping[str, Any]:
+def _facts(found: "Plan", optimizer: str | None) -> Mapping[str, Any]:
     """A plan's figures; sizes in bytes."""
     from piper_dynamo.summary import edges, facts, uses
 
@@ -133,12 +125,15 @@ def _facts(found: "Plan") -> Mapping[str, Any]:
         "replicas": max(map(len, found.groups), default=1),
         "chunks": len({key for program in found.programs for _, key in program.chunks}),
         "ranks": [asdict(facts(program, found.args)) for program in found.programs],
+        "memory": [
+            {"rank": one.rank, "all": one.total, **one.held} for one in found.memory(optimizer)
+        ],
         "messages": [asdict(edge) for edge in edges(found.programs)],
         "communicators": [asdict(use) for use in uses(found.programs, found.communicators())],
     }
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @_takes_target
 def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
     """Prove a step safe: no deadlock, matched messages, every gradient reduced once.
@@ -166,7 +161,7 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
         show_json(ctx, is_fine=True, world_size=found.world_size, **counts)
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @_takes_target
 @click.option(
     "--out",
@@ -187,7 +182,8 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
 @click.option(
     "--graph", "is_graph", is_flag=True, help="Draw the distributed graph instead: .dot or .svg."
 )
-def plot(
+@_names_optimizer
+def plot(  # noqa: PLR0913  (one per option)
     ctx: click.Context,
     target: "Target",
     ranks: int | None,
@@ -196,6 +192,7 @@ def plot(
     unit: str | None,
     run: str | None,
     is_graph: bool,
+    optimizer: str | None,
 ) -> None:
     """Draw who computes what when, or the distributed graph.
 
@@ -203,15 +200,17 @@ def plot(
     """
     from piper_dynamo.look.target import Misuse
 
-    if is_graph and (costs or unit or run):
-        raise Misuse("--costs, --unit and --run are about time, which --graph does not draw")
+    if is_graph and (costs or unit or run or optimizer):
+        raise Misuse(
+            "--costs, --unit, --run and --optimizer are about steps over time, not --graph"
+        )
     chosen = _costs(costs)
     found = target.plan(ranks)
     if is_graph:
         found.draw(out)
     else:
         folder = run if run is not None else target.folder
-        found.plot(out, chosen, unit=unit or "units of cost", run=folder)
+        found.plot(out, chosen, unit=unit or "units of cost", run=folder, optimizer=optimizer)
     click.echo(f"wrote {out}")
     if _is_json(ctx):
         step = {} if is_graph else {"makespan": found.simulate(chosen).makespan}
@@ -240,7 +239,7 @@ def _costs(text: str | None) -> Costs | None:
         raise Misuse(f"--costs {text}: {error}") from error
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @_takes_target
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Steps.")
 @click.option("--float64", is_flag=True, help="Compute both in float64, where rounding is small.")
@@ -295,7 +294,7 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-@click.command(cls=_Command)
+@click.command(cls=Command)
 @_takes_target
 @click.argument("subject")
 def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: str) -> None:
@@ -311,4 +310,4 @@ def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: st
         show_json(ctx, is_fine=True, subject=subject, text=text.splitlines())
 
 
-COMMANDS = (plan, check, plot, compare, explain)
+COMMANDS = (plan, check, plot, compare, explain, convert, debug)

@@ -13,7 +13,7 @@ from typing import Any
 
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.pictures.looks import streams_of
-from piper_dynamo.timeline import Event, Message, Timeline
+from piper_dynamo.timeline import CATEGORIES, Event, Message, Timeline
 
 HIGHEST = 1_000_000  # ranks of one heading
 INSIDE_US = 1e-3  # viewers bind an arrow to the box it begins in, not to one that ends there
@@ -72,8 +72,9 @@ def _events(timeline: Timeline, heading: str, first: int, micro: float) -> list[
         events += _flow(m, first, micro)
     for rank, curve in timeline.memory.items():
         for at, held in curve:
-            counter = {"ph": "C", "name": "step memory", "pid": first + rank, "tid": 0}
-            events.append({**counter, "ts": at * micro, "args": {"bytes": held}})
+            counter = {"ph": "C", "name": "memory", "pid": first + rank, "tid": 0}
+            named = dict(zip(CATEGORIES, held, strict=True))
+            events.append({**counter, "ts": at * micro, "args": named})
     return events
 
 
