@@ -196,7 +196,7 @@ class StepState:
         loss: Of a loss named by its path: the graph's number of outputs, and its index.
         buffers: By identity, buffers that some program changes, and the ranks that follow.
         readers: By identity, the other buffers that some program reads, and the ranks that do.
-        recorder: Takes the executor after a step whose timeline is wanted.
+        recorder: Takes a step whose timeline is wanted, when it has ended; see `measure.recorder`.
         debugger: Looks into steps; see `piper_dynamo.debug`.
         sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
         empty: What a checkpoint is to give values, and its version without them.
@@ -211,7 +211,7 @@ class StepState:
     anchor: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.zeros(0)))
     outstanding: deque["Gradients"] = field(default_factory=deque)
     last: Any = None
-    recorder: Callable[[Any], None] | None = None
+    recorder: Callable[..., None] | None = None
     debugger: "Debugger | None" = None
     loss: tuple[int, int] | None = None
     sync: bool = True

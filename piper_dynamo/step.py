@@ -348,7 +348,7 @@ class CompiledStep:
             probe=debugger,
         )
         if recorder is not None:
-            recorder(entry.executor)
+            recorder(entry.executor, plan.dag.chunks, plan.args)
         state.last = plan
         with torch.no_grad():
             for (position, _), new in zip(program.buffers, results.buffers, strict=True):

@@ -205,7 +205,10 @@ def from_orders(
             if not is_whole(stage) or not is_whole(micro):
                 faults.say(f"orders[{rank}]: {task!r} names no single stage and microbatch")
             elif of_rank.setdefault(stage, rank) != rank:
-                faults.say(f"orders[{rank}]: {task!r} is of a stage of orders[{of_rank[stage]}]")
+                faults.say(
+                    f"orders[{rank}]: {task!r} is of a stage of orders[{of_rank[stage]}]; write "
+                    "its Places by microbatch, as piper.strategies.places does for dualpipe"
+                )
             else:
                 microbatches.add(micro)
     if not orders:

@@ -153,6 +153,7 @@ def summarize(
         )
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
+    lines += _trained_lines(args)
     lines += _memory_lines(memories)
     unique = {key for program in programs for _, key in program.chunks}
     lines.append(f"{_many(len(unique), 'chunk')} to compile")
@@ -195,6 +196,15 @@ def facts(program: RankProgram, args: Sequence[Arg]) -> RankFacts:
         reductions=traffic(_is_reduction),
         step_peak=program.peak_bytes,
     )
+
+
+def tasks(programs: Sequence[RankProgram]) -> str:
+    """Each rank's tasks in the order in which it runs them, a line per rank."""
+    rows = [
+        f"  rank {program.rank}: {' '.join(i.task for i in program.instrs if i.op is Op.RUN)}"
+        for program in programs
+    ]
+    return "\n".join(["tasks in the order in which ranks run them", *rows])
 
 
 def _row(found: RankFacts) -> dict[str, str]:
@@ -253,6 +263,18 @@ def uses(programs: Sequence[RankProgram], communicators: Sequence[Group]) -> lis
         Use(stream=stream, ranks=ranks, collectives=Traffic.of(sizes))
         for (stream, ranks), sizes in found.items()
     ]
+
+
+def _trained_lines(args: Sequence[Arg]) -> list[str]:
+    """How many parameters there are, and how many of them are frozen."""
+    found = [a for a in args if a.kind is ArgKind.PARAMETER and a.spec is not None]
+    frozen = [a for a in found if not a.requires_grad]
+
+    def size(args: Sequence[Arg]) -> str:
+        return show_bytes(sum(a.spec.nbytes for a in args if a.spec is not None))
+
+    rest = f", {len(frozen)} of them frozen ({size(frozen)})" if frozen else ""
+    return [f"{_many(len(found), 'parameter')} ({size(found)}){rest}"] if found else []
 
 
 def _memory_lines(found: Sequence[RankMemory]) -> list[str]:

@@ -104,8 +104,9 @@ def test_plan_of_a_file(file: Path):
 
 
 def test_plan_shows_the_graph_and_a_program(file: Path):
-    found = piper_("plan", file, "--graph", "--rank", 1, "--meta")
+    found = piper_("plan", file, "--graph", "--rank", 1, "--tasks", "--meta")
     assert found.exit_code == 0
+    assert "  rank 0: F.PP0.MB0 F.PP0.MB1 B.PP0.MB0 B.PP0.MB1" in found.stdout
     assert "F_PP0_MB0 = F_PP0(" in found.stdout
     assert "# rank 1 of 2 · PP=1" in found.stdout
 

@@ -82,6 +82,7 @@ plan of 2 ranks, 4 microbatches, training
 rank  regions  parameters  absent  buffers  tasks      sends  step peak
    0  PP0           192 B   128 B     72 B      8  4 (256 B)      848 B
    1  PP1           128 B   192 B        -      8  5 (264 B)      464 B
+4 parameters (320 B)
 memory when each rank holds most; the optimizer's state, which a plan does not know, comes on top
 rank  parameters  buffers  gradients  activations  communication      all
    0       192 B     72 B      192 B        528 B          128 B  1.1 KiB
@@ -99,6 +100,7 @@ from  to  value of   messages  each
 plan of 1 rank, 4 microbatches, training
 rank  regions   parameters  tasks  step peak
    0  PP0, PP1       512 B     16      808 B
+4 parameters (512 B)
 memory when each rank holds most; the optimizer's state, which a plan does not know, comes on top
 rank  parameters  gradients  activations      all
    0       512 B      512 B        296 B  1.3 KiB

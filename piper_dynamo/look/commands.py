@@ -90,6 +90,7 @@ def _is_json(ctx: click.Context) -> bool:
 @click.command(cls=Command)
 @_takes_target
 @click.option("--graph", "with_graph", is_flag=True, help="Show the distributed graph, too.")
+@click.option("--tasks", "with_tasks", is_flag=True, help="Show each rank's order of tasks, too.")
 @click.option("--rank", type=click.IntRange(min=0), help="Show this rank's program, too.")
 @_names_optimizer
 def plan(
@@ -97,6 +98,7 @@ def plan(
     target: "Target",
     ranks: int | None,
     with_graph: bool,
+    with_tasks: bool,
     rank: int | None,
     optimizer: str | None,
 ) -> None:
@@ -109,6 +111,10 @@ def plan(
     click.echo(found.summary(optimizer=optimizer))
     if with_graph:
         click.echo(f"\n{found.graph}")
+    if with_tasks:
+        from piper_dynamo.summary import tasks
+
+        click.echo(f"\n{tasks(found.programs)}")
     if rank is not None:
         click.echo(f"\n{found.program(rank)}")
     if _is_json(ctx):
