@@ -31,6 +31,7 @@ setup(
     packages=[
         "piper_dynamo",
         "piper_dynamo.checkpoint",
+        "piper_dynamo.debug",
         "piper_dynamo.ir",
         "piper_dynamo.look",
         "piper_dynamo.lowering",

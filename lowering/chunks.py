@@ -5,6 +5,7 @@ are compiled once per process; inductor's results are kept on disk under `PIPER_
 inductor's own folder) and shared by all processes.
 """
 
+import functools
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError
+from piper_dynamo.generated import named
 from piper_dynamo.ir.chunk import Chunk, copied, function_of, runnable
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.aten import drop_stand_ins, runnable_graph
@@ -54,7 +56,8 @@ def compile_chunks(
         if form[0] == "inductor":
             _compiled[form] = _inductor(chunk)
         else:
-            _compiled[form] = function_of(runnable_graph(chunk, form[2]))
+            name = functools.partial(named, kind="chunk", label=chunk.key)
+            _compiled[form] = function_of(runnable_graph(chunk, form[2]), name)
         log.info(
             "chunk %s compiled (%s) in %.2f s", chunk.key, form[0], time.perf_counter() - start
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperSyntaxError
-from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.program import UNWATCHED, Instr, Op, RankProgram, Watch
 from piper_dynamo.ir.spec import TensorSpec, show_bytes
 from piper_dynamo.ir.task import TaskName
 
@@ -30,8 +30,8 @@ class Module:
 
 def emit(
     program: RankProgram,
+    watch: Watch = UNWATCHED,
     *,
-    timed: bool = False,
     seconds: Mapping[str, float] | None = None,
     looks: bool = False,
 ) -> Module:
@@ -39,7 +39,7 @@ def emit(
 
     Args:
         program: What to emit.
-        timed: Call `rt.mark(i)` after instruction i, for a timeline.
+        watch: What is looked at: where it is timed, `rt.mark(i)` is called after instruction i.
         seconds: How long each task's chunk lasts at least, on emulated devices.
         looks: Call `rt.look(i, [values])` after each task, which notes whether they are finite.
     """
@@ -58,7 +58,9 @@ def emit(
     for index, instr in enumerate(program.instrs):
         if index == pause:
             lines.append(_pause(program))
-        written = _lines(instr, specs)
+        written = _probed_lines(instr, index) if index in watch.probed else _lines(instr, specs)
+        if index in watch.stops:
+            written = [f"breakpoint()  # before {instr.task}", *written]
         if seconds and instr.op is Op.RUN:
             written = [f"rt.begin({seconds[instr.task]:.9g})", *written, "rt.finish()"]
         if looks and instr.op is Op.RUN:
@@ -67,7 +69,7 @@ def emit(
         for line in written:
             lines.append("    " + line)
             instr_of_line[len(lines)] = index
-        if timed and instr.op is not Op.FREE:
+        if watch.timed and instr.op is not Op.FREE:
             lines.append(f"    rt.mark({index})")
     if pause == len(program.instrs):
         lines.append(_pause(program))
@@ -141,7 +143,35 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
             return [f"{outs[0]} = rt.{instr.op}([{values}], {group}, [{likes}])  # {instr.task}"]
 
 
+def _probed_lines(instr: Instr, index: int) -> list[str]:
+    """A chunk's call, with the probe before it and after it."""
+    written = list(instr.writes())
+    given = ", ".join((*instr.inputs, *instr.sums))
+    return [
+        *_seed_lines(instr),
+        f"rt.probe.enter({index}, [{given}], {instr.bundle_in or '()'})",
+        f"_results = {_call(instr)}{_comment(instr)}",
+        f"rt.probe.leave({index}, _results)",
+        *([f"{_targets(written)} = _results"] if written else []),
+        "del _results" + (", _" if "_" in written else ""),
+    ]
+
+
 def _run_lines(instr: Instr) -> list[str]:
+    written = list(instr.writes())
+    call = (f"{_targets(written)} = " if written else "") + _call(instr)
+    return [
+        *_seed_lines(instr),
+        call + _comment(instr),
+        *(["del _"] if "_" in written else []),
+    ]
+
+
+def _seed_lines(instr: Instr) -> list[str]:
+    return [f"rt.seed({instr.seed[0]}, {instr.seed[1]})"] if instr.seed is not None else []
+
+
+def _call(instr: Instr) -> str:
     primals = ", ".join(instr.inputs[: instr.num_primals])
     tangents = ", ".join(instr.inputs[instr.num_primals :])
     args = f"[{primals}]"
@@ -151,14 +181,7 @@ def _run_lines(instr: Instr) -> list[str]:
         args += f", [{tangents}]"
     if instr.adds:
         args += f", [{', '.join(instr.sums)}]"
-    written = list(instr.writes())
-    call = f"{instr.target}({args})"
-    comment = _comment(instr)
-    lines = [f"rt.seed({', '.join(map(str, instr.seed))})"] if instr.seed is not None else []
-    lines.append((f"{_targets(written)} = {call}" if written else call) + comment)
-    if "_" in written:
-        lines.append("del _")
-    return lines
+    return f"{instr.target}({args})"
 
 
 def _comment(instr: Instr) -> str:

@@ -66,6 +66,7 @@ class _Builder:
             training=bool(capture.tangents),
             draws={region: graph.draws for region, graph in graphs.items()},
             computed=capture.computed,
+            sources=regions.sources,
         )
 
     def placeholder(self, position: int) -> None:

@@ -19,7 +19,7 @@ from torch.fx.node import Node
 
 from piper_dynamo.ir.alias import exchange_of, is_random, operator_name
 from piper_dynamo.ir.joint import OUTPUT_COPY, ArgKind, Capture
-from piper_dynamo.ir.spec import user_line
+from piper_dynamo.ir.spec import Source, module_paths, user_line
 from piper_dynamo.ir.tags import adopt, number_entries, tags_of
 from piper_dynamo.ir.task import RegionId
 from piper_dynamo.passes.pieces import Cuts, number_pieces
@@ -37,6 +37,7 @@ class Regions:
         is_backward: Names of the nodes that depend on a tangent.
         partials: For each argument position with a gradient: the partial gradient of each region.
         where: The first user line of each region.
+        sources: The modules and user lines that each region comes from, in order, each once.
         untagged: User lines of forward nodes that carried no tag, and the region they joined.
     """
 
@@ -45,6 +46,7 @@ class Regions:
     is_backward: set[Node]
     partials: dict[int, dict[RegionId, Node]]
     where: dict[RegionId, str]
+    sources: dict[RegionId, tuple[Source, ...]]
     untagged: tuple[tuple[str, RegionId], ...] = field(default=())
 
 
@@ -75,16 +77,20 @@ def find_regions(capture: Capture, cuts: Cuts | None = None) -> Regions:
     _place_backward(graph, backward | made, tails, tags, seq, last, of, order)
     partials = _split_tails(capture, grad_nodes, tails, of, order)
     where: dict[RegionId, str] = {}
+    sources: dict[RegionId, dict[Source, None]] = {}
     for node in forward:
-        line = user_line(node)
+        line, module = user_line(node), (module_paths(node) or [""])[-1]
         if line:
             where.setdefault(of[node], line)
+        if line or module:
+            sources.setdefault(of[node], {})[Source(module=module, line=line)] = None
     return Regions(
         order=order,
         of=of,
         is_backward=backward | {n for found in partials.values() for n in found.values()},
         partials=partials,
         where=where,
+        sources={region: tuple(found) for region, found in sources.items()},
         untagged=tuple((user_line(n), of[n]) for n in untagged),
     )
 

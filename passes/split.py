@@ -4,13 +4,14 @@ Signature: one-microbatch DAG -> DAG over the whole batch.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from torch.fx.node import Node
 
+from piper_dynamo.directives import Split as SplitDirective
 from piper_dynamo.errors import PiperPlanError, format_error
 from piper_dynamo.ir import ops
 from piper_dynamo.ir.graph import (
@@ -27,6 +28,11 @@ from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, Task
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def data_dims(args: Sequence[Arg], split: SplitDirective) -> dict[int, int]:
+    """Batch dim of each sliced argument, as a directive says it; see `batch_dims`."""
+    return batch_dims(tuple(args), split.num_microbatches, split.inputs, split.where)
 
 
 def batch_dims(

@@ -4,7 +4,7 @@ Tag regions of the model with `piper.annotate("PP", 0)`, state what goes where a
 a `piper.Strategy`, and train what `piper.compile` returns in the ordinary loop. See README.md.
 """
 
-from piper_dynamo import moe, schedules, strategies
+from piper_dynamo import debug, moe, schedules, strategies
 from piper_dynamo.access import (
     clip_grad_norm_,
     data_rank,
@@ -83,6 +83,7 @@ __all__ = [
     "compile",
     "data_rank",
     "data_world",
+    "debug",
     "deferred_init",
     "explain",
     "export_checkpoint",

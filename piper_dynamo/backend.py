@@ -18,9 +18,10 @@ from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_er
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.lowering.aten import drop_stand_ins
 from piper_dynamo.options import Options
+from piper_dynamo.passes.split import data_dims
 from piper_dynamo.pending import source_of
 from piper_dynamo.plan_checks import refuse_unsupported
-from piper_dynamo.planning import data_dims, split_of
+from piper_dynamo.planning import split_of
 from piper_dynamo.step import CompiledStep
 from piper_dynamo.tagging import tag_by_path
 

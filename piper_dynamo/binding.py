@@ -5,8 +5,9 @@ Signature: program, chunks, their compiled code, communicator -> executor.
 
 from collections.abc import Mapping
 
+from piper_dynamo.generated import named
 from piper_dynamo.ir.chunk import Chunk
-from piper_dynamo.ir.program import RankProgram
+from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.lowering.chunks import ChunkFn, compile_chunks
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.runtime.comm import Communicator
@@ -54,8 +55,13 @@ def executor_of(
         looks: Whether it looks at what tasks make, for values that are not finite.
     """
 
-    def code(timed: bool) -> Code:
-        made = emit(program, timed=timed, seconds=seconds, looks=looks)
-        return Code(source=made.source, instr_of_line=made.instr_of_line, specs=made.specs)
+    def code(watch: Watch) -> Code:
+        made = emit(program, watch, seconds=seconds, looks=looks)
+        return Code(
+            source=made.source,
+            file=named(made.source, "step", f"rank{program.rank}"),
+            instr_of_line=made.instr_of_line,
+            specs=made.specs,
+        )
 
     return Executor(program, code, chunks, comm)

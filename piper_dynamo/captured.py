@@ -15,18 +15,17 @@ from piper_dynamo.budgets import budgets_of
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.options import Options
+from piper_dynamo.passes.split import data_dims
 from piper_dynamo.pending import spec_of
 from piper_dynamo.planning import (
     Plan,
     Template,
-    capacities_of,
-    cuts_of,
-    data_dims,
     make_plan,
     split_of,
     template_of,
 )
 from piper_dynamo.precision import rules_of
+from piper_dynamo.records import capacities_of, cuts_of
 from piper_dynamo.strategy import Strategy
 
 

@@ -1,7 +1,8 @@
 """The measured timeline of a step, from the times at which its instructions ended.
 
 A collective is drawn in its stream's lane from its issue to the end of the wait for it: how long it
-had, of which it may have needed less. The wait itself has a lane of its own.
+had, of which it may have needed less. The wait itself has a lane of its own. What a rank holds is
+what its program's registers hold at the measured times, by their sizes, not what an allocator says.
 """
 
 from collections import defaultdict
@@ -11,24 +12,38 @@ from pathlib import Path
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.footprint import held_before
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.joint import Arg
 from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram
 from piper_dynamo.ir.task import TaskName
+from piper_dynamo.lowering.memory import memory_curve
 from piper_dynamo.pictures import read_chrome_trace
 from piper_dynamo.runtime.executor import Executor
 from piper_dynamo.timeline import COLLECTIVE_LOOKS, COMPUTE, Event, Message, Timeline
 
+Take = Callable[[Executor, Mapping[str, Chunk], Sequence[Arg]], None]
 
-def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
-    """An empty timeline, and what fills it from an executor whose last step was timed."""
+
+def recorder(rank: int) -> tuple[Timeline, Take]:
+    """An empty timeline, and what fills it from an executor whose last step was timed.
+
+    That takes the executor, the plan's chunks, and the captured call's arguments.
+    """
     events: list[Event] = []
     messages: list[Message] = []
     timeline = Timeline(events=events, messages=messages)
 
-    def take(executor: Executor) -> None:
+    def take(executor: Executor, chunks: Mapping[str, Chunk], args: Sequence[Arg]) -> None:
         marks = executor.marks
+        program = executor.program
+        if not program.tangents:  # else the backward is still to come
+            before = held_before(program, args)
+            curve = memory_curve(program, chunks, _starts(program, marks), before)
+            timeline.memory.setdefault(rank, []).extend(curve)
         issued: dict[str, tuple[Instr, float]] = {}  # by handle: a collective, and when it began
         for (_, start), (index, end) in pairwise(marks):
-            instr = executor.program.instrs[index]
+            instr = program.instrs[index]
             kind, stream = _kind(instr.op), "compute"
             tags: dict[str, int | str] = {}
             if instr.op is Op.RUN:
@@ -65,6 +80,16 @@ def recorder(rank: int) -> tuple[Timeline, Callable[[Executor], None]]:
                 )
 
     return timeline, take
+
+
+def _starts(program: RankProgram, marks: Sequence[tuple[int, float]]) -> list[float]:
+    """When each instruction began: at the last mark before; frees have none of their own."""
+    ends, now = dict(marks), marks[0][1]
+    found = []
+    for index in range(len(program.instrs)):
+        found.append(now)
+        now = ends.get(index, now)
+    return found
 
 
 def _event(

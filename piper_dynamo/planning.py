@@ -18,7 +18,7 @@ from piper_dynamo import capture as capturing
 from piper_dynamo.budgets import Budget, budget_of, budgets_of
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperPlanError
-from piper_dynamo.filters import Filter
+from piper_dynamo.footprint import Optimizer, RankMemory, at_peak, held_before
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.chunk import Chunk
@@ -29,11 +29,10 @@ from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
 from piper_dynamo.ir.task import RegionId
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.emit import emit
-from piper_dynamo.lowering.memory import memory_curve
+from piper_dynamo.lowering.memory import held_over_time, memory_curve
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
 from piper_dynamo.measure import measured_costs, measured_step
-from piper_dynamo.moe.capacity import Capacity
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Bound, set_capacities
 from piper_dynamo.passes.cast import Cast
@@ -46,9 +45,9 @@ from piper_dynamo.passes.pipeline import GraphPass, run_passes, verify_level
 from piper_dynamo.passes.place import Place, Placement
 from piper_dynamo.passes.recompute import check_budgets
 from piper_dynamo.passes.regions import find_regions
-from piper_dynamo.passes.replicate import Replicate, Replication
-from piper_dynamo.passes.shard import Shard, Sharding
-from piper_dynamo.passes.split import Split, batch_dims
+from piper_dynamo.passes.replicate import Replicate
+from piper_dynamo.passes.shard import Shard
+from piper_dynamo.passes.split import Split
 from piper_dynamo.passes.split_backward import SplitBackward
 from piper_dynamo.passes.tie import Tie
 from piper_dynamo.passes.transfer import Transfer
@@ -58,11 +57,10 @@ from piper_dynamo.plan_checks import check_two_programs, find_weighers
 from piper_dynamo.precision import Rule, rules_of
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.programs import NUM_PASSES, AlikePrograms, programs_of
+from piper_dynamo.records import replications, shardings
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective
-from piper_dynamo.strategy import Replicate as ReplicateDirective
-from piper_dynamo.strategy import Shard as ShardDirective
 from piper_dynamo.strategy import Split as SplitDirective
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.summary import summarize
@@ -191,13 +189,36 @@ class Plan:
         found = costs.costs(self.chunks) if isinstance(costs, Profile) else costs or Costs()
         return simulate(self.distinct, found, self.halves, self.stands_for)
 
-    def timeline(self, costs: Costs | Profile | None = None) -> Timeline:
-        """The simulated step, with what each rank's step holds over time."""
+    def timeline(
+        self, costs: Costs | Profile | None = None, *, optimizer: Optimizer = None
+    ) -> Timeline:
+        """The simulated step, with what each rank holds over time, by category.
+
+        Args:
+            costs: What things cost, or a profile; None: every pass of a region 1.
+            optimizer: Whose state is counted, as in `memory`.
+        """
         found = self.simulate(costs)
         for program, starts in zip(self.distinct, found.starts, strict=True):
-            curve = memory_curve(program, self.dag.chunks, starts)
+            before = held_before(program, self.args, optimizer)
+            curve = memory_curve(program, self.dag.chunks, starts, before)
             found.timeline.memory[program.rank] = curve
         return found.timeline
+
+    def memory(self, optimizer: Optimizer = None) -> tuple[RankMemory, ...]:
+        """What each rank holds at its peak, by category; temporaries inside chunks not counted.
+
+        Args:
+            optimizer: Whose state is counted: "sgd", "momentum", "adam", "adamw", or how many
+                values it keeps of each parameter's element, in its dtype. None: it is left out.
+
+        Raises:
+            PiperError: It is not known.
+        """
+        return tuple(
+            at_peak(p, self.args, held_over_time(p, self.dag.chunks), optimizer)
+            for p in self.distinct
+        )
 
     def plot(
         self,
@@ -206,6 +227,7 @@ class Plan:
         *,
         unit: str = "units of cost",
         run: str | Path | None = None,
+        optimizer: Optimizer = None,
     ) -> None:
         """Draw the simulated step, rank by time.
 
@@ -215,6 +237,7 @@ class Plan:
                 region 1, or what it took in `run`.
             unit: The unit of the costs; "s" where they are seconds, as beside a run they must be.
             run: A run folder, whose measured step is drawn below the predicted one.
+            optimizer: Whose state is drawn with what ranks hold, as in `memory`.
         """
         timelines = {}
         if run is not None:
@@ -222,7 +245,8 @@ class Plan:
             timelines = {"measured": measured}
             costs = costs or measured_costs(measured)
         heading = "predicted, from the mean time of each task" if run and costs else "predicted"
-        save({heading: self.timeline(costs), **timelines}, path, unit=unit)
+        predicted = {heading: self.timeline(costs, optimizer=optimizer)}
+        save(predicted | timelines, path, unit=unit)
 
     def draw(self, path: str | Path) -> None:
         """Draw the distributed DAG, if it is small: .dot, or .svg where graphviz is installed."""
@@ -293,8 +317,12 @@ class Plan:
         instrs = (replace(i, where=os.path.basename(i.where)) for i in program.instrs)
         return "\n".join([repr((places, ranks, rest)), *map(str, instrs)])
 
-    def summary(self) -> str:
-        """Ranks, what they hold, run and exchange, and predicted memory, as a table."""
+    def summary(self, *, optimizer: Optimizer = None) -> str:
+        """Ranks, what they hold, run and exchange, and predicted memory, as tables.
+
+        Args:
+            optimizer: Whose state is counted, as in `memory`.
+        """
         return summarize(
             self.distinct,
             self.args,
@@ -305,6 +333,7 @@ class Plan:
             untagged=self.untagged,
             communicators=self.communicators(),
             recomputed=self.recomputed,
+            memories=self.memory(optimizer),
         )
 
     def __str__(self) -> str:
@@ -419,73 +448,6 @@ def split_of(strategy: Strategy) -> SplitDirective:
     return found[0] if found else SplitDirective({}, num_microbatches=1)
 
 
-def cuts_of(strategy: Strategy, compile_mode: str) -> Cuts:
-    """What cuts the strategy's regions: buckets, and blocks.
-
-    These where compiling each once pays, and where they are computed again: all of a stage at once
-    would need as much memory as was saved.
-    """
-    buckets = tuple(
-        (one.filter, int(one.bucket_mb * 2**20))
-        for one in strategy.of(ReplicateDirective)
-        if one.bucket_mb is not None
-    )
-    again = tuple(one.filter for one in budgets_of(strategy) if one.budget < 1)
-    return Cuts(buckets=buckets, blocks=(Filter({}),) if compile_mode == "inductor" else again)
-
-
-def replications(strategy: Strategy) -> list[Replication]:
-    """The strategy's Replicates, with what they leave to Piper decided."""
-    found = []
-    for one in strategy.of(ReplicateDirective):
-        axes = one.axes
-        if axes is None and one.shard_axes is not None and strategy.mesh is not None:
-            axes = strategy.mesh.names
-        found.append(
-            Replication(
-                filter=one.filter,
-                zero=one.zero,
-                label=f"{one!r} at {one.where}",
-                reduce_stream=one.reduce_stream or "reduce",
-                gather_stream=one.gather_stream or "gather",
-                prefetch=one.prefetch,
-                keep=one.keep,
-                axes=axes,
-                shard_axes=one.shard_axes or one.axes,
-                mesh=strategy.mesh,
-            )
-        )
-    return found
-
-
-def shardings(strategy: Strategy) -> list[Sharding]:
-    """The strategy's Shards, with what they leave to Piper decided."""
-    return [
-        Sharding(
-            filter=one.filter,
-            label=f"{one!r} at {one.where}",
-            is_static=one.capacity is not None,
-            stream=one.stream or "ep",
-            axes=one.axes,
-            mesh=strategy.mesh,
-        )
-        for one in strategy.of(ShardDirective)
-    ]
-
-
-def capacities_of(strategy: Strategy) -> tuple[Bound, ...]:
-    """Which of the strategy's Shards bound what an expert takes, and to how many rows."""
-    return tuple(
-        Bound(
-            filter=one.filter,
-            capacity=Capacity.of(one.capacity),
-            label=f"{one!r} at {one.where}",
-        )
-        for one in strategy.of(ShardDirective)
-        if one.capacity is not None
-    )
-
-
 @compat.no_autocast()
 @resting_collector()
 def make_plan(  # noqa: PLR0913
@@ -576,10 +538,3 @@ def make_plan(  # noqa: PLR0913
         plan.weighers = find_weighers(split.loss, plan.distinct, template.args, groups)
     plan.verify()
     return plan
-
-
-def data_dims(args: Sequence[Arg], split: SplitDirective) -> dict[int, int]:
-    """Batch dim of each sliced argument; see `passes.split.batch_dims`."""
-    return batch_dims(
-        tuple(args), split.num_microbatches, split.inputs, getattr(split, "where", "")
-    )

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, assert_never
 
+from piper_dynamo.action_tables import from_csv as from_csv
+from piper_dynamo.action_tables import to_csv as to_csv
 from piper_dynamo.directives import Order
 from piper_dynamo.ir.task import Pass
 from piper_dynamo.values import Faults, is_whole, user_line

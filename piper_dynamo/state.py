@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
 from piper_dynamo.garbage import freed
+from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.loss_scale import Scaler
 from piper_dynamo.sharding import Block
@@ -163,6 +164,22 @@ def absent_output(spec: TensorSpec, label: str, owners: Sequence[int]) -> Tensor
     return value
 
 
+class Debugger(Protocol):
+    """What looks into steps: it is also the probe of the programs that they run."""
+
+    def watch(self, plan: Any, program: RankProgram, watch: Watch, /) -> Watch:
+        """What to look at in the step that begins, beside what is looked at already."""
+
+    def enter(self, index: int, values: Sequence[Any], bundle: Sequence[Any], /) -> None:
+        """See `runtime.executor.Probe`."""
+
+    def leave(self, index: int, results: Sequence[Any], /) -> None:
+        """See `runtime.executor.Probe`."""
+
+    def finish(self) -> None:
+        """See `runtime.executor.Probe`."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepState:
     """What one model's programs share on this rank.
@@ -180,7 +197,8 @@ class StepState:
         loss: Of a loss named by its path: the graph's number of outputs, and its index.
         buffers: By identity, buffers that some program changes, and the ranks that follow.
         readers: By identity, the other buffers that some program reads, and the ranks that do.
-        recorder: Takes the executor after a step whose timeline is wanted.
+        recorder: Takes a step whose timeline is wanted, when it has ended; see `measure.recorder`.
+        debugger: Looks into steps; see `piper_dynamo.debug`.
         sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
         empty: What a checkpoint is to give values, and its version without them.
         init: The option `init_fn`.
@@ -195,7 +213,8 @@ class StepState:
     anchor: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.zeros(0)))
     outstanding: deque["Gradients"] = field(default_factory=deque)
     last: Any = None
-    recorder: Callable[[Any], None] | None = None
+    recorder: Callable[..., None] | None = None
+    debugger: "Debugger | None" = None
     loss: tuple[int, int] | None = None
     sync: bool = True
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)

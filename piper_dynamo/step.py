@@ -28,7 +28,7 @@ from piper_dynamo.errors import (
 from piper_dynamo.finite import agree_on_gradients, check_step, refuse_without_loss
 from piper_dynamo.garbage import give_back, keep_large_apart
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.program import RankProgram
+from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.loss_scale import Scaler
 from piper_dynamo.loss_weights import loss_weights
 from piper_dynamo.lowering.chunks import compile_chunks
@@ -298,16 +298,20 @@ class CompiledStep(CapturedStep):
                 for value, (_, position) in zip(state_values, program.state, strict=True)
             ]
         weights, scale = self._weights(entry, state, values)
+        watch, debugger = Watch(timed=recorder is not None), state.debugger
+        if debugger is not None:
+            watch = debugger.watch(plan, program, watch)
         results = entry.executor.run(
             state_values,
             [values[p].detach().contiguous() for _, p in program.data],
             weights,
             seed=seed,
             first_microbatch=state.data_rank * plan.dag.num_microbatches,
-            timed=recorder is not None,
+            watch=watch,
+            probe=debugger,
         )
         if recorder is not None:
-            recorder(entry.executor)
+            recorder(entry.executor, plan.dag.chunks, plan.args)
         state.last = plan
         is_good = self._is_good(entry, state, results)
         with torch.no_grad():

@@ -7,11 +7,21 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import assert_never
 
-from piper_dynamo.directives import Keep, Loss, Place, Recompute, Replicate, Rule, Shard, Split
+from piper_dynamo.directives import (
+    Keep,
+    Loss,
+    Order,
+    Place,
+    Recompute,
+    Replicate,
+    Rule,
+    Shard,
+    Split,
+)
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.schedules import SCHEDULES, Shape
 from piper_dynamo.strategy import LossPath, Strategy
-from piper_dynamo.values import Faults, user_line
+from piper_dynamo.values import Faults, is_whole, user_line
 
 
 def placement(
@@ -174,6 +184,56 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         mesh=mesh,
         loss=loss,
         regions=regions,
+    )
+
+
+def from_orders(
+    orders: Sequence[Order], *, replicas: int = 1, zero: int = 0, loss: LossPath | None = None
+) -> Strategy:
+    """A pipeline that runs these orders, such as those of a table of actions.
+
+    Args:
+        orders: One per pipeline rank, each task by PP and MB; every stage in one of them.
+        replicas: Data-parallel copies of the pipeline; pipeline rank r has devices r*replicas and
+            following.
+        zero: What the replicas shard, see `Replicate`.
+        loss: Which output is the loss, see `Strategy`.
+
+    Returns:
+        The strategy: a Split into as many microbatches as the orders name, a Place per stage, a
+        Replicate where there are replicas, and the orders.
+
+    Raises:
+        PiperStrategyError: An argument is not allowed.
+    """
+    faults = Faults("piper.strategies.from_orders", user_line())
+    faults.whole("replicas", replicas, 1)
+    if replicas == 1 and zero:
+        faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
+    of_rank: dict[int, int] = {}
+    microbatches: set[int] = set()
+    for rank, order in enumerate(orders):
+        for task in (task for group in order.groups for task in group):
+            stage, micro = task.tags.get("PP"), task.tags.get("MB")
+            if not is_whole(stage) or not is_whole(micro):
+                faults.say(f"orders[{rank}]: {task!r} names no single stage and microbatch")
+            elif of_rank.setdefault(stage, rank) != rank:
+                faults.say(
+                    f"orders[{rank}]: {task!r} is of a stage of orders[{of_rank[stage]}]; write "
+                    "its Places by microbatch, as piper.strategies.places does for dualpipe"
+                )
+            else:
+                microbatches.add(micro)
+    if not orders:
+        faults.add("orders", orders, "is empty; name each rank's tasks")
+    faults.check()
+    devices = {rank: range(rank * replicas, (rank + 1) * replicas) for rank in range(len(orders))}
+    return Strategy(
+        Split({}, dim="MB", num_microbatches=max(microbatches) + 1),
+        *(Place({"PP": stage}, devices=devices[of_rank[stage]]) for stage in sorted(of_rank)),
+        *([Replicate({"PP": "*"}, zero=zero)] if replicas > 1 else []),
+        *orders,
+        loss=loss,
     )
 
 

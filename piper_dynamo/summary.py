@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from piper_dynamo.errors import PiperSyntaxError
+from piper_dynamo.footprint import RankMemory, held_spec
 from piper_dynamo.ir.flops import show_flops
 from piper_dynamo.ir.joint import Arg, ArgKind, Recomputed
-from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import (
     COLLECTIVES,
     REDUCTIONS,
@@ -29,6 +29,7 @@ from piper_dynamo.ir.program import (
 from piper_dynamo.ir.spec import short, show_bytes
 from piper_dynamo.ir.task import RegionId, TaskName
 from piper_dynamo.tables import table
+from piper_dynamo.timeline import CATEGORIES
 
 NONE = "-"
 _ALWAYS = ("rank", "regions", "tasks", "step peak")
@@ -125,6 +126,7 @@ def summarize(  # noqa: PLR0913
     untagged: Sequence[tuple[str, RegionId]],
     communicators: Sequence[Group] = (),
     recomputed: Mapping[RegionId, Recomputed] | None = None,
+    memories: Sequence[RankMemory] = (),
 ) -> str:
     """Ranks, what they hold, run, send, gather and reduce per step, and predicted memory.
 
@@ -138,6 +140,7 @@ def summarize(  # noqa: PLR0913
         untagged: Lines of operators without a tag, and the region they joined.
         communicators: What ranks create before the first step, in that order.
         recomputed: Of regions that make something again, what that saves and costs.
+        memories: What each rank holds at its peak.
     """
     heading = [
         _many(world_size, "rank"),
@@ -157,8 +160,10 @@ def summarize(  # noqa: PLR0913
         )
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
+    lines += _trained_lines(args)
     lines += _recomputed_lines(recomputed or {})
     lines += _dtype_lines(programs)
+    lines += _memory_lines(memories)
     unique = {key for program in programs for _, key in program.chunks}
     lines.append(f"{_many(len(unique), 'chunk')} to compile")
     lines += _edge_lines(edges(programs))
@@ -200,6 +205,15 @@ def facts(program: RankProgram, args: Sequence[Arg]) -> RankFacts:
         reductions=traffic(_is_reduction),
         step_peak=program.peak_bytes,
     )
+
+
+def tasks(programs: Sequence[RankProgram]) -> str:
+    """Each rank's tasks in the order in which it runs them, a line per rank."""
+    rows = [
+        f"  rank {program.rank}: {' '.join(i.task for i in program.instrs if i.op is Op.RUN)}"
+        for program in programs
+    ]
+    return "\n".join(["tasks in the order in which ranks run them", *rows])
 
 
 def _row(found: RankFacts) -> dict[str, str]:
@@ -279,6 +293,34 @@ def _recomputed_lines(found: Mapping[RegionId, Recomputed]) -> list[str]:
     return [title, *table(heads, rows[:_LISTED], left=("region",)), *_rest(rows)]
 
 
+def _trained_lines(args: Sequence[Arg]) -> list[str]:
+    """How many parameters there are, and how many of them are frozen."""
+    found = [a for a in args if a.kind is ArgKind.PARAMETER and a.spec is not None]
+    frozen = [a for a in found if not a.requires_grad]
+
+    def size(args: Sequence[Arg]) -> str:
+        return show_bytes(sum(a.spec.nbytes for a in args if a.spec is not None))
+
+    rest = f", {len(frozen)} of them frozen ({size(frozen)})" if frozen else ""
+    return [f"{_many(len(found), 'parameter')} ({size(found)}){rest}"] if found else []
+
+
+def _memory_lines(found: Sequence[RankMemory]) -> list[str]:
+    """What ranks hold at their peaks, by category; a column where some rank has something in it."""
+    if not found:
+        return []
+    heads = [c for c in CATEGORIES if any(one.held.get(c) for one in found)]
+    rows = [
+        [str(one.rank), *(_bytes(one.held.get(c, 0)) for c in heads), show_bytes(one.total)]
+        for one in found[:_LISTED]
+    ]
+    is_told = any("optimizer state" in one.held for one in found)
+    title = "memory when each rank holds most" + (
+        "" if is_told else "; the optimizer's state, which a plan does not know, comes on top"
+    )
+    return [title, *table(["rank", *heads, "all"], rows), *_rest(found)]
+
+
 def _edge_lines(found: Sequence[Edge]) -> list[str]:
     """A table of messages; none where there are none."""
     rows = [
@@ -343,18 +385,15 @@ def _regions(runs: Sequence[Instr]) -> str:
 
 def _parameters(program: RankProgram, args: Sequence[Arg]) -> tuple[int, int, int]:
     """Bytes of parameters that are whole, of the blocks of others, and of those that are absent."""
-    shards, experts = dict(program.shards), dict(program.experts)
+    blocks = {position for position, _ in (*program.shards, *program.experts)}
     held = {position for _, position in program.state}
     whole = sharded = absent = 0
     for arg in args:
         if arg.kind is not ArgKind.PARAMETER or arg.spec is None:
             continue
-        groups = [g[arg.position] for g in (experts, shards) if arg.position in g]
-        if groups:
-            spec = arg.spec
-            for group in groups:
-                spec = block_spec(spec, len(group))
-            sharded += spec.nbytes
+        if arg.position in blocks:
+            block = held_spec(program, arg)
+            sharded += block.nbytes if block is not None else 0
         elif arg.position in held:
             whole += arg.spec.nbytes
         else:

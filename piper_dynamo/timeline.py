@@ -13,6 +13,11 @@ from piper_dynamo.errors import PiperError
 from piper_dynamo.ir.program import COLLECTIVES, EXCHANGES, REDUCTIONS
 
 COMPUTE = ("F", "B", "BI", "BW")
+# What a rank holds: what is there before its step, and what that makes.
+BEFORE = ("parameters", "buffers", "optimizer state")
+STEP = ("gradients", "activations", "gathered parameters", "communication")
+CATEGORIES = BEFORE + STEP
+Held = tuple[int, ...]  # bytes by category
 COLLECTIVE_LOOKS = {
     op: "reduce" if op in REDUCTIONS else "exchange" if op in EXCHANGES else "gather"
     for op in COLLECTIVES
@@ -84,13 +89,13 @@ class Timeline:
     Attributes:
         events: What ranks did.
         messages: What they sent each other.
-        memory: Of each rank: from when on its step holds how many bytes, in order of time. Empty
-            where that is not known.
+        memory: Of each rank: from when on it holds how many bytes of each category, in order of
+            time. Empty where that is not known.
     """
 
     events: list[Event] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    memory: dict[int, list[tuple[float, Held]]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> list[int]:

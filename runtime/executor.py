@@ -5,13 +5,13 @@ the `Runtime` below. A failure is told as the instruction it happened in, with t
 line.
 """
 
+import copy
 import functools
-import linecache
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,15 @@ from piper_dynamo.errors import (
     PiperTimeoutError,
     format_error,
 )
-from piper_dynamo.ir.program import COLLECTIVES, Instr, Op, RankProgram, mix_seed
+from piper_dynamo.ir.program import (
+    COLLECTIVES,
+    UNWATCHED,
+    Instr,
+    Op,
+    RankProgram,
+    Watch,
+    mix_seed,
+)
 from piper_dynamo.runtime.comm import Communicator
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
@@ -34,9 +42,10 @@ ChunkFn = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """An emitted module and what its lines are."""
+    """An emitted module and what its lines are; `file` is where debuggers find them."""
 
     source: str
+    file: str
     instr_of_line: Mapping[int, int]
     specs: Mapping[str, Any]
 
@@ -56,6 +65,19 @@ class BoundChunk:
     num_results: int
     gives_bundle: bool
     adding: ChunkFn | None = None
+
+
+class Probe(Protocol):
+    """What is shown a chunk's inputs and outputs; it must not change or keep them."""
+
+    def enter(self, index: int, values: Sequence[Any], bundle: Sequence[Any], /) -> None:
+        """Before instruction `index`: its inputs and the sums it adds to, and its bundle."""
+
+    def leave(self, index: int, results: Sequence[Any], /) -> None:
+        """After it: its outputs in order, and last the bundle that it leaves, if any."""
+
+    def finish(self) -> None:
+        """The program has ended or failed, or stopped for the caller's gradients."""
 
 
 def call_chunk(chunk: BoundChunk) -> Callable[..., Sequence[Any]]:
@@ -112,6 +134,7 @@ class Runtime:
         self.first_microbatch = 0
         self.marks: list[tuple[int, float]] = []
         self.looks: list[tuple[int, int, Tensor]] = []
+        self.probe: Probe | None = None
         self._finish_s = 0.0
         self.post = comm.post
         self.wait = comm.wait
@@ -204,7 +227,7 @@ class Executor:
     def __init__(
         self,
         program: RankProgram,
-        emit: Callable[[bool], Code],
+        emit: Callable[[Watch], Code],
         chunks: Mapping[str, BoundChunk],
         comm: Communicator,
     ) -> None:
@@ -213,18 +236,13 @@ class Executor:
         self._emit = emit
         self._runtime = Runtime(comm)
         self._chunks = {name: call_chunk(chunk) for name, chunk in chunks.items()}
-        self._plain = self._load(timed=False)
-        self._timed: Callable[..., Any] | None = None
+        self._steps = {UNWATCHED: self._load(UNWATCHED)}
         self._random = any(i.seed is not None for i in program.instrs)
 
-    def _load(self, *, timed: bool) -> Callable[..., Any]:
-        code = self._emit(timed)
-        kind = "timed" if timed else "step"
-        name = f"<piper {kind} {id(self):x} rank {self.program.rank}>"
-        # Registered, so that tracebacks and debuggers show the emitted lines.
-        linecache.cache[name] = (len(code.source), None, code.source.splitlines(True), name)
+    def _load(self, watch: Watch) -> Callable[..., Any]:
+        code = self._emit(watch)
         namespace: dict[str, Any] = {**self._chunks, **code.specs}
-        exec(compile(code.source, name, "exec"), namespace)
+        exec(compile(code.source, code.file, "exec"), namespace)
         step = namespace["step"]
 
         def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +254,7 @@ class Executor:
                 except StopIteration:
                     raise
                 except BaseException as error:
-                    index = _failed_instr(error.__traceback__, name, code.instr_of_line)
+                    index = _failed_instr(error.__traceback__, code.file, code.instr_of_line)
                     self.comm.abandon()
                     if index is None or not isinstance(error, Exception):
                         raise
@@ -286,7 +304,8 @@ class Executor:
         *,
         seed: int = 0,
         first_microbatch: int = 0,
-        timed: bool = False,
+        watch: Watch = UNWATCHED,
+        probe: Probe | None = None,
     ) -> StepResults:
         """Run one step.
 
@@ -296,26 +315,30 @@ class Executor:
             weights: Loss weights, 0-dim, in the program's order.
             seed: The step's seed.
             first_microbatch: The global index of this replica's first microbatch.
-            timed: Record when each instruction ended; see `marks`.
+            watch: What is looked at; where it is timed, see `marks`.
+            probe: What is shown the chunks that `watch` names, to the end of the step.
         """
         runtime = self._runtime
+        if probe is not None:  # a backward may come after the next step's forward
+            runtime = copy.copy(runtime)
+            runtime.probe = probe
         runtime.step_seed, runtime.first_microbatch = seed, first_microbatch
         runtime.marks.clear()
         runtime.looks.clear()
-        step = self._plain
-        if timed:
-            self._timed = self._timed or self._load(timed=True)
-            step = self._timed
+        if watch not in self._steps:
+            self._steps[watch] = self._load(watch)
+        step = self._steps[watch]
+        if watch.timed:
             runtime.mark(-1)
         arguments = (runtime, state, data, weights)
         if not self.program.tangents:
-            loss, outputs, grads, buffers = self._run_part(step, *arguments)
+            loss, outputs, grads, buffers = self._run_part(probe, step, *arguments)
             return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
-        outputs, buffers, resume = self._run_part(step, *arguments)
+        outputs, buffers, resume = self._run_part(probe, step, *arguments)
 
         def backward(tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
             try:
-                self._run_part(resume, tuple(tangents))
+                self._run_part(probe, resume, tuple(tangents))
             except StopIteration as end:
                 finished: tuple[Tensor, ...] = end.value
                 return finished
@@ -323,7 +346,7 @@ class Executor:
 
         return StepResults(loss=None, outputs=outputs, grads=(), buffers=buffers, backward=backward)
 
-    def _run_part(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _run_part(self, probe: Probe | None, call: Callable[..., Any], *args: Any) -> Any:
         """Run a program, or the part up to where it waits for gradients or from there on.
 
         Chunks seed the default generator; the caller's state comes back afterwards.
@@ -335,6 +358,8 @@ class Executor:
             if before is not None:
                 torch.set_rng_state(before)
             self.comm.end_step()
+            if probe is not None:
+                probe.finish()
 
     @property
     def looks(self) -> Sequence[tuple[int, int, Tensor]]:

@@ -1,9 +1,10 @@
 """The documents are true: their Python runs, their commands exist, the files they name are there.
 
 A document's ```python blocks are one script, run from top to bottom in an empty folder. A block is
-left out only if the line above it is a comment that says why:
+left out only if the line above it is a comment that says why. Commands may need a file of the page:
 
     <!-- test: skip needs two GPUs -->
+    <!-- test: file table.csv -->
 """
 
 import os
@@ -80,11 +81,8 @@ def command_lines(text: str) -> list[str]:
 
 
 def make_targets_named(text: str) -> set[str]:
-    return {
-        found[1]
-        for line in command_lines(text)
-        for found in re.finditer(rf"(?:^|\s)make ({_WORDS})\b", line)
-    }
+    calls = (re.match(rf"(?:\w+=\S+ )*make ({_WORDS})\b", line) for line in command_lines(text))
+    return {found[1] for found in calls if found}
 
 
 def piper_commands_named(text: str) -> list[list[str]]:
@@ -118,7 +116,8 @@ def test_python_blocks_run(document: str, tmp_path: Path):
 def test_notes_say_why(document: str):
     for block in blocks(read(document)):
         if block.note is not None:
-            assert re.fullmatch(r"skip \w+.*\w+.*", block.note), f"{document}:{block.line - 2}"
+            is_known = re.fullmatch(r"skip \w+.*\w+.*|file [\w.]+", block.note)
+            assert is_known, f"{document}:{block.line - 2}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -139,7 +138,7 @@ def test_piper_commands_exist(document: str):
                 assert word.partition("=")[0] in options | {"--help"}, f"piper {name} {word}"
 
 
-LOOKING = ("plan", "check", "plot", "compare", "explain", "profile", "search")
+LOOKING = ("plan", "check", "plot", "compare", "explain", "profile", "search", "convert")
 
 
 def looking_commands(text: str) -> list[list[str]]:
@@ -150,7 +149,8 @@ def looking_commands(text: str) -> list[list[str]]:
         if block.language == "sh" and block.note is None
         for line in block.code.splitlines()
     ]
-    found = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("piper ")]
+    calls = (re.match(r"(?:piper|python -m piper_dynamo) (.+)", line) for line in lines)
+    found = [shlex.split(call[1], comments=True) for call in calls if call]
     return [words for words in found if words[0] in LOOKING]
 
 
@@ -165,6 +165,10 @@ def test_looking_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPER_VERIFY", "1")
     (tmp_path / "example.py").write_text(script(read(document)), encoding="utf-8")
+    for block in blocks(read(document)):
+        kind, _, name = (block.note or "").partition(" ")
+        if kind == "file":
+            (tmp_path / name).write_text(block.code, encoding="utf-8")
     for words in looking_commands(read(document)):
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0, f"piper {' '.join(words)}\n{done.output}\n{done.exception}"

@@ -104,8 +104,9 @@ def test_plan_of_a_file(file: Path):
 
 
 def test_plan_shows_the_graph_and_a_program(file: Path):
-    found = piper_("plan", file, "--graph", "--rank", 1, "--meta")
+    found = piper_("plan", file, "--graph", "--rank", 1, "--tasks", "--meta")
     assert found.exit_code == 0
+    assert "  rank 0: F.PP0.MB0 F.PP0.MB1 B.PP0.MB0 B.PP0.MB1" in found.stdout
     assert "F_PP0_MB0 = F_PP0(" in found.stdout
     assert "# rank 1 of 2 · PP=1" in found.stdout
 
@@ -289,7 +290,7 @@ def test_plot_of_the_graph(file: Path, tmp_path: Path):
         (["--costs", "F"], 2, "'F' is not name=number"),
         (["--costs", "G=1"], 2, "there is no 'G'; known: F, BI"),
         (["--costs", "comm=-1"], 2, "comm is -1.0"),
-        (["--graph", "--costs", "F=1"], 2, "about time"),
+        (["--graph", "--costs", "F=1"], 2, "about steps over time"),
         (["-o", "timeline.pdf"], 1, "suffix"),
         (["-o", "none/timeline.png"], 1, "cannot be written"),
         (["--run", "none"], 1, "not a trace of a step"),

@@ -19,7 +19,7 @@ import piper_dynamo as piper
 from piper_dynamo import planning
 from piper_dynamo.binding import bind
 from piper_dynamo.errors import PiperPlanError
-from piper_dynamo.ir.program import Instr, Op, RankProgram
+from piper_dynamo.ir.program import Instr, Op, RankProgram, Watch
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.channels import LOOK_AHEAD, post_receives
 from piper_dynamo.lowering.chunks import compile_chunks
@@ -82,6 +82,11 @@ plan of 2 ranks, 4 microbatches, training
 rank  regions  parameters  absent  buffers  tasks      sends  step peak
    0  PP0           192 B   128 B     72 B      8  4 (256 B)      848 B
    1  PP1           128 B   192 B        -      8  5 (264 B)      464 B
+4 parameters (320 B)
+memory when each rank holds most; the optimizer's state, which a plan does not know, comes on top
+rank  parameters  buffers  gradients  activations  communication      all
+   0       192 B     72 B      192 B        528 B          128 B  1.1 KiB
+   1       128 B        -      128 B        208 B          128 B    592 B
 4 chunks to compile
 messages of a step
 from  to  value of   messages  each
@@ -95,6 +100,10 @@ from  to  value of   messages  each
 plan of 1 rank, 4 microbatches, training
 rank  regions   parameters  tasks  step peak
    0  PP0, PP1       512 B     16      808 B
+4 parameters (512 B)
+memory when each rank holds most; the optimizer's state, which a plan does not know, comes on top
+rank  parameters  gradients  activations      all
+   0       512 B      512 B        296 B  1.3 KiB
 4 chunks to compile""",
     )
 
@@ -462,7 +471,7 @@ def test_predicted_bytes_are_those_of_a_run(case: str):
     bound = bind(program, plan.chunks, functions)
     assert any(chunk.adding for chunk in bound.values())
     chunks = {name: call_chunk(chunk) for name, chunk in bound.items()}
-    module = emit(program, timed=True)
+    module = emit(program, Watch(timed=True))
     namespace = {**chunks, **module.specs}
     exec(compile(module.source, "<program>", "exec"), namespace)
     state = dict(model.named_parameters())

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import piper_dynamo as piper
+from piper_dynamo.footprint import held_before
 from piper_dynamo.pictures import SUFFIXES, graph, read_chrome_trace, save, to_chrome_trace
 from piper_dynamo.pictures.looks import LOOKS, MESSAGE, shown_messages
-from piper_dynamo.timeline import Event, Message, Timeline
+from piper_dynamo.timeline import BEFORE, CATEGORIES, Event, Message, Timeline
 from tests import jobs
 from tests.jobs import LINE2, LINE4
 from tests.models import Stack4, rows
@@ -68,6 +69,10 @@ def test_halves_of_a_message_are_joined():
     assert whole.ends == (3.0, 15.0)
 
 
+def activations(nbytes: int) -> tuple[int, ...]:
+    return tuple(nbytes if name == "activations" else 0 for name in CATEGORIES)
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_memory_reaches_the_predicted_peak(stages: int):
     found = plan(stages, 4)
@@ -75,7 +80,9 @@ def test_memory_reaches_the_predicted_peak(stages: int):
     for program in found.programs:
         curve = timeline.memory[program.rank]
         times, held = zip(*curve, strict=True)
-        assert max(held) == program.peak_bytes
+        before = len(BEFORE)
+        assert max(sum(one[before:]) for one in held) == program.peak_bytes
+        assert {one[:before] for one in held} == {held_before(program, found.args)}
         assert list(times) == sorted(times)
         assert 0 <= times[0] <= times[-1] <= timeline.makespan
         assert all(curve[k] != curve[k + 1] for k in range(len(curve) - 1))
@@ -83,7 +90,7 @@ def test_memory_reaches_the_predicted_peak(stages: int):
 
 def test_a_rank_without_tasks_is_idle(tmp_path: Path):
     box = Event(rank=0, stream="compute", name="F", kind="F", start_s=0, end_s=1)
-    timeline = Timeline([box], memory={0: [(0.0, 1)], 2: [(0.5, 8)]})
+    timeline = Timeline([box], memory={0: [(0.0, activations(1))], 2: [(0.5, activations(8))]})
     assert timeline.ranks == [0, 2]
     assert timeline.idle_share(2) == 1
     for suffix in SUFFIXES:
@@ -100,9 +107,10 @@ def test_stills_have_arrows_and_memory(tmp_path: Path):
     path = tmp_path / "plan.svg"
     plan().plot(path)
     text = path.read_text()
-    assert (count(path, "LineCollection"), count(path, "PolyCollection")) == (1, 2)
+    assert (count(path, "LineCollection"), count(path, "PolyCollection")) == (1, 1 + 4)
     assert MESSAGE in text
-    assert "<!-- memory of the step -->" in text
+    for held in ("parameters", "gradients", "activations", "communication"):
+        assert f"<!-- memory: {held} -->" in text
     assert re.search(r"<!-- peak [\d.]+ [KM]?i?B -->", text)
 
 

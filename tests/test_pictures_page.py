@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 
 from piper_dynamo.pictures import save
-from piper_dynamo.timeline import Event, Message, Timeline
+from piper_dynamo.timeline import CATEGORIES, Event, Message, Timeline
 from tests import browser as browsing
 from tests.test_timeline import pipeline
 
 LEFT = 118  # pixels of the ranks' names
+
+
+def held(activations: int) -> tuple[int, ...]:
+    """Beside a KiB of parameters."""
+    sizes = {"parameters": 1024, "activations": activations}
+    return tuple(sizes.get(name, 0) for name in CATEGORIES)
 
 
 def small() -> Timeline:
@@ -34,7 +40,7 @@ def small() -> Timeline:
     return Timeline(
         [task(0, "F", 0, 2), sent, task(1, "F", 3, 5), task(1, "B", 5, 8), task(0, "B", 9, 10)],
         [message(0, "F", 2, 3), message(1, "B", 8, 9)],
-        {0: [(0.0, 1024), (9.0, 4096)], 1: [(3.0, 2048)]},
+        {0: [(0.0, held(1024)), (9.0, held(4096))], 1: [(3.0, held(2048))]},
     )
 
 
@@ -53,7 +59,7 @@ def test_page_holds_everything_itself(tmp_path: Path):
     data = data_of(path)
     assert [panel["name"] for panel in data["panels"]] == ["predicted", "</script><b>"]
     panel = data["panels"][0]
-    assert (panel["span"], panel["idle"], panel["peaks"]) == (10, ["70%", "50%"], [4096, 2048])
+    assert (panel["span"], panel["idle"], panel["peaks"]) == (10, ["70%", "50%"], [5120, 3072])
     assert len(panel["events"]) == 5
     assert panel["messages"][0] == [0, 1, "F.PP0.MB3", 2048, 2, 3]
 
@@ -127,7 +133,12 @@ def test_pointing_at_a_task_says_what_it_is(page: browsing.Browser):
     page.point(*place(page, 6.5, 1))
     assert page.text("tip").startswith("B.PP1.MB3 · backward\nrank 1")
     page.point(*place(page, 9.5, 0, 0.75))  # the memory below the row
-    assert page.text("tip") == "rank 0 at 9.5 units\nstep holds 4.0 KiB\npeak 4.0 KiB"
+    assert page.text("tip").splitlines() == [
+        "rank 0 at 9.5 units",
+        "holds 5.0 KiB",
+        *("  activations 4.0 KiB", "  parameters 1.0 KiB"),
+        "peak 5.0 KiB",
+    ]
     page.point(*place(page, 8.4, 0, 0.25))  # nothing there
     assert page.text("tip") == ""
 

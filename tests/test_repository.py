@@ -31,6 +31,7 @@ FACADE = frozenset(
             "captured",
             "checkpoint",
             "cli",
+            "debug",
             "finite",
             "look",
             "loss_weights",

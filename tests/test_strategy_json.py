@@ -131,6 +131,63 @@ def test_published_replicate(fields: dict[str, Any], want: dict[str, Any]):
     assert made == piper.Strategy(piper.Replicate({"PP": "*"}, **want))
 
 
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({}, {}),
+        ({"PP": 1}, {"PP": 1}),
+        ({"PP": "1", "EP": "*"}, {"PP": 1, "EP": "*"}),
+        ({"MB": 3, "PP": 0}, {"PP": 0, "MB": 3}),
+        *(({"PP": 0, "PASS": which}, {"PP": 0, "PASS": which}) for which in ("F", "B", "BI", "BW")),
+    ],
+)
+def test_published_filters(given: dict[str, Any], want: dict[str, Any]):
+    text = json.dumps([{"op": "order", "filters": [[given], [given]]}])
+    assert piper.Strategy.from_json(text) == piper.Strategy(piper.Order([want, want]))
+
+
+# As the published description writes DualPipeV's first of two ranks: a pair is one group.
+DUALPIPEV = (
+    "F0.0 F0.1 F0.2 F3.0 BI3.0 BW3.0 F3.1 F0.3+B3.1 F3.2+B0.0 B3.2 F3.3+B0.1 B3.3 "
+    "BI0.2 BW0.2 BI0.3 BW0.3"
+)
+
+
+def test_published_dualpipev():
+    groups = [
+        [
+            {"PP": int(stage), "MB": int(micro), "PASS": which}
+            for which, stage, micro in re.findall(r"([A-Z]+)(\d)\.(\d)", word)
+        ]
+        for word in DUALPIPEV.split()
+    ]
+    made = piper.Strategy.from_json(json.dumps([{"op": "order", "filters": groups}]))
+    assert made == piper.Strategy(piper.Order(groups))
+    ours = piper.schedules.dualpipev({0: [0], 1: [1], 2: [1], 3: [0]}, 4)[0]
+
+    def forwards(order: piper.Order) -> list[Any]:
+        return [task for group in order.groups for task in group if task.tags["PASS"] == "F"]
+
+    (theirs,) = made.of(piper.Order)
+    assert forwards(theirs) == forwards(ours)
+
+
+@pytest.mark.parametrize(
+    "op", ["shard_tensor", "ring_exchange", "fuse_collectives", "mesh", "route", "layout"]
+)
+def test_published_extensions_are_refused_by_name(op: str):
+    with pytest.raises(piper.PiperStrategyError, match=f"directive 0 is '{op}', which"):
+        piper.Strategy.from_json(json.dumps([{"op": op, "filter": {}, "devices": [0]}]))
+
+
+def test_published_splits():
+    split = {"op": "split", "filter": {}, "dim_name": "BATCH", "num_microbatches": 2}
+    made = piper.Strategy.from_json(json.dumps([split]))
+    assert made == piper.Strategy(piper.Split({}, dim="BATCH", num_microbatches=2))
+    with pytest.raises(piper.PiperStrategyError, match="one Split at most, for now"):
+        piper.Strategy.from_json(json.dumps([split, split]))
+
+
 ONE = '{"op": "place", "filter": {}, "devices": [0]}'
 BAD_TEXTS: list[tuple[str, type[Exception], str]] = [
     ("{", piper.PiperSyntaxError, "the text is not JSON"),

@@ -97,9 +97,17 @@ def _owner_of_constants(graph: fx.Graph) -> torch.nn.Module:
     return owner
 
 
-def function_of(graph: fx.Graph) -> Callable[..., Any]:
-    """What `runnable(graph)` runs; unlike the module it does not hold the graph."""
-    return MethodType(type(runnable(graph)).forward, _owner_of_constants(graph))
+def function_of(graph: fx.Graph, name: Callable[[str], str]) -> Callable[..., Any]:
+    """What `runnable(graph)` runs; unlike the module it does not hold the graph.
+
+    Args:
+        graph: A finished graph.
+        name: What the code is compiled as, by its text, in which comments name the user's lines.
+    """
+    made = graph.python_code("self", verbose=True)
+    namespace = dict(made.globals)
+    exec(compile(made.src, name(made.src), "exec"), namespace)
+    return MethodType(namespace["forward"], _owner_of_constants(graph))
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

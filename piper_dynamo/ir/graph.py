@@ -22,7 +22,7 @@ from piper_dynamo.ir.chunk import Chunk, runnable
 from piper_dynamo.ir.joint import Arg, ArgKind, Output
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, copy_groups
-from piper_dynamo.ir.spec import TensorSpec
+from piper_dynamo.ir.spec import Source, TensorSpec
 from piper_dynamo.ir.task import Kind, RegionId, Task
 
 WEIGHT = "weight"  # name of the placeholder(s) that scale a microbatch's loss and tangent
@@ -112,6 +112,7 @@ class Dag:
         outputs: The captured call's outputs.
         loss: Which of them is the loss.
         regions: Regions in forward order, with the first user line of each.
+        sources: The modules and user lines that each region comes from.
         num_microbatches: 1 before the batch is split.
         orders: Pairs (before, after) of task nodes; with the directive's own line.
         training: Whether there is a backward.
@@ -135,6 +136,7 @@ class Dag:
     makers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     draws: dict[RegionId, int] = field(default_factory=dict)
     computed: Mapping[int, torch.dtype] = field(default_factory=dict)
+    sources: Mapping[RegionId, tuple[Source, ...]] = field(default_factory=dict)
 
     def tasks(self) -> Iterator[Node]:
         """Compute nodes, empty phases included, in graph order."""

@@ -290,6 +290,24 @@ class RankProgram:
         return "\n".join([repr(head), *map(str, self.instrs)])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What is looked at while a program runs; its code is emitted for that.
+
+    Attributes:
+        timed: Note when each instruction ended.
+        probed: Indices of the RUN instructions whose inputs and outputs a probe is shown.
+        stops: Indices of the instructions before which the debugger is entered.
+    """
+
+    timed: bool = False
+    probed: frozenset[int] = frozenset()
+    stops: frozenset[int] = frozenset()
+
+
+UNWATCHED = Watch()
+
+
 def where(program: RankProgram, index: int) -> str:
     """An instruction for a message: rank, position, task, stream, the user's line."""
     instr = program.instrs[index]

@@ -101,6 +101,17 @@ def source_meta(node: Node) -> dict[str, Any]:
     return {k: v for k, v in node.meta.items() if k in ("custom", "stack_trace")}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where an operator comes from: the module that was called, and the user's `file:line`."""
+
+    module: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model itself'}  {self.line or 'no source line'}"
+
+
 def user_line(node: Node | None) -> str:
     """`file:line` of the user's code that made a node, or an empty text."""
     trace = node.meta.get("stack_trace") if node is not None else None

@@ -1,11 +1,9 @@
 """`piper plan`, `check`, `plot`, `compare` and `explain`.
 
-All take the same target. Exit codes: 0 fine, 1 the plan is refused (or differs, or has no such
-task), 2 the command was asked wrongly.
+All take the same target; `command.py` says what they exit with.
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,9 @@ from click.core import ParameterSource
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError
+from piper_dynamo.look.command import REFUSED, Command, show_json
+from piper_dynamo.look.convert import convert
+from piper_dynamo.look.dumps import debug
 from piper_dynamo.look.options import option_of
 from piper_dynamo.train.config import Config, schedule_name
 
@@ -22,42 +23,19 @@ if TYPE_CHECKING:  # importing torch's compiler takes seconds
     from piper_dynamo.look.target import Target
     from piper_dynamo.planning import Plan
 
-REFUSED, WRONG = 1, 2
 # Of the training job's options those that say what is planned.
 ASKED = (
     *("model", "pp", "dp", "ep", "schedule", "microbatches", "zero", "bucket_mb", "prefetch"),
     *("keep", "capacity", "recompute", "precision", "dim", "layers", "heads", "kv_heads", "seq"),
     *("batch", "experts", "top_k", "tied_head", "dtype", "seed", "compile"),
 )
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # of footprint.py, which imports torch
 _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
 # Options of a job on one rank.
 ALONE: Mapping[str, Any] = {
     **{"pp": 1, "dp": 1, "ep": 1, "zero": 0, "microbatches": 1, "schedule": "gpipe"},
     **{"bucket_mb": None, "prefetch": 1, "keep": "chunk", "capacity": None},
 }
-
-
-class Command(click.Command):
-    """Shows a PiperError as its text, or as the last line where that is to be JSON."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run it; a PiperError ends it with its exit code."""
-        try:
-            return super().invoke(ctx)
-        except PiperError as error:
-            from piper_dynamo.look.target import Misuse
-
-            click.echo(f"piper: {error}", err=True)
-            code = WRONG if isinstance(error, Misuse) else REFUSED
-            if ctx.params.get("as_json"):
-                show_json(ctx, is_fine=False, error=type(error).__name__, message=str(error))
-            ctx.exit(code)
-
-
-def show_json(ctx: click.Context, *, is_fine: bool, **values: Any) -> None:
-    """The machine-readable last line."""
-    found = {"command": ctx.info_name, "ok": is_fine, **values}
-    click.echo(json.dumps(found, default=str, allow_nan=False))
 
 
 def takes_target(command: Callable[..., Any], *, searches: bool = False) -> Callable[..., Any]:
@@ -110,6 +88,13 @@ def takes_target(command: Callable[..., Any], *, searches: bool = False) -> Call
 _SHARED = {*ASKED, "target", "ranks", "is_meta", "as_json"}
 
 
+_names_optimizer = click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    help="Count this optimizer's state to what ranks hold.  [default: it is left out]",
+)
+
+
 def is_json(ctx: click.Context) -> bool:
     """Whether the last line is to be for machines."""
     return bool(ctx.params["as_json"])
@@ -118,9 +103,17 @@ def is_json(ctx: click.Context) -> bool:
 @click.command(cls=Command)
 @takes_target
 @click.option("--graph", "with_graph", is_flag=True, help="Show the distributed graph, too.")
+@click.option("--tasks", "with_tasks", is_flag=True, help="Show each rank's order of tasks, too.")
 @click.option("--rank", type=click.IntRange(min=0), help="Show this rank's program, too.")
+@_names_optimizer
 def plan(
-    ctx: click.Context, target: "Target", ranks: int | None, with_graph: bool, rank: int | None
+    ctx: click.Context,
+    target: "Target",
+    ranks: int | None,
+    with_graph: bool,
+    with_tasks: bool,
+    rank: int | None,
+    optimizer: str | None,
 ) -> None:
     """Show what a step holds, runs and sends on every rank, without running it.
 
@@ -128,16 +121,20 @@ def plan(
     model of piper train, or a run folder; without one the options describe a job of piper train.
     """
     found = target.plan(ranks)
-    click.echo(found.summary())
+    click.echo(found.summary(optimizer=optimizer))
     if with_graph:
         click.echo(f"\n{found.graph}")
+    if with_tasks:
+        from piper_dynamo.summary import tasks
+
+        click.echo(f"\n{tasks(found.programs)}")
     if rank is not None:
         click.echo(f"\n{found.program(rank)}")
     if is_json(ctx):
-        show_json(ctx, is_fine=True, **_facts(found))
+        show_json(ctx, is_fine=True, **_facts(found, optimizer))
 
 
-def _facts(found: "Plan") -> Mapping[str, Any]:
+def _facts(found: "Plan", optimizer: str | None) -> Mapping[str, Any]:
     """A plan's figures; sizes in bytes."""
     from piper_dynamo.summary import edges, facts, uses
 
@@ -147,6 +144,9 @@ def _facts(found: "Plan") -> Mapping[str, Any]:
         "replicas": max(map(len, found.groups), default=1),
         "chunks": len({key for program in found.distinct for _, key in program.chunks}),
         "ranks": [asdict(facts(program, found.args)) for program in found.distinct],
+        "memory": [
+            {"rank": one.rank, "all": one.total, **one.held} for one in found.memory(optimizer)
+        ],
         "messages": [asdict(edge) for edge in edges(found.distinct)],
         "communicators": [asdict(use) for use in uses(found.distinct, found.communicators())],
     }
@@ -208,6 +208,7 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
 @click.option(
     "--graph", "is_graph", is_flag=True, help="Draw the distributed graph instead: .dot or .svg."
 )
+@_names_optimizer
 def plot(  # noqa: PLR0913  (an option each)
     ctx: click.Context,
     target: "Target",
@@ -218,6 +219,7 @@ def plot(  # noqa: PLR0913  (an option each)
     unit: str | None,
     run: str | None,
     is_graph: bool,
+    optimizer: str | None,
 ) -> None:
     """Draw who computes what when, or the distributed graph.
 
@@ -226,9 +228,10 @@ def plot(  # noqa: PLR0913  (an option each)
     from piper_dynamo.look.target import Misuse
     from piper_dynamo.predict.profile import Profile
 
-    if is_graph and (costs or profile or unit or run):
+    if is_graph and (costs or profile or unit or run or optimizer):
         raise Misuse(
-            "--costs, --costs-from, --unit and --run are about time, which --graph does not draw"
+            "--costs, --costs-from, --unit, --run and --optimizer are about steps over time, "
+            "not --graph"
         )
     if profile and (costs or unit not in (None, "s")):
         raise Misuse("--costs-from gives the costs, in seconds; leave out --costs and --unit")
@@ -239,7 +242,7 @@ def plot(  # noqa: PLR0913  (an option each)
     else:
         folder = run if run is not None else target.folder
         shown = unit or ("s" if profile else "units of cost")
-        found.plot(out, chosen, unit=shown, run=folder)
+        found.plot(out, chosen, unit=shown, run=folder, optimizer=optimizer)
     click.echo(f"wrote {out}")
     if is_json(ctx):
         step = {} if is_graph else {"makespan": found.simulate(chosen).makespan}
@@ -339,4 +342,4 @@ def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: st
         show_json(ctx, is_fine=True, subject=subject, text=text.splitlines())
 
 
-COMMANDS = (plan, check, plot, compare, explain)
+COMMANDS = (plan, check, plot, compare, explain, convert, debug)

@@ -20,6 +20,7 @@ from piper_dynamo.ir.task import Kind, Pass, TaskName
 from piper_dynamo.planning import Plan
 from piper_dynamo.tables import table
 
+_MOST = 8  # modules that are listed
 _PASSES = {"F": "forward", "B": "backward", "BI": "input gradient", "BW": "weight gradient"}
 
 
@@ -69,6 +70,9 @@ def _task(plan: Plan, node: Node) -> str:
     lines = [f"{name}: {_PASSES[task.name.which.value]} of region {task.name.region}"]
     if task.where:
         lines.append(f"  starts at   {task.where}")
+    modules = dict.fromkeys(one.module for one in plan.dag.sources.get(task.name.region, ()))
+    if any(modules):
+        lines.append(f"  modules     {_listed([name for name in modules if name])}")
     copies = ", each on its own data" if len(task.devices) > 1 else ""
     lines.append(f"  runs on     {_ranks(task.devices)}{copies}")
     order = [i.task for i in plan.programs[rank].instrs if i.op is Op.RUN]
@@ -150,6 +154,11 @@ def _peers(node: Node) -> set[int]:
 def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(ranks)
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = [f"... and {len(names) - _MOST} more"] if len(names) > _MOST else []
+    return ", ".join([*names[:_MOST], *rest])
 
 
 def _sized(title: str, values: Iterable[tuple[str, int]]) -> list[str]:

@@ -14,7 +14,8 @@ import click
 from click.core import ParameterSource
 
 from piper_dynamo.costs import Costs
-from piper_dynamo.look.commands import REFUSED, Command, is_json, show_json, takes_target
+from piper_dynamo.look.command import REFUSED, Command, show_json
+from piper_dynamo.look.commands import is_json, takes_target
 from piper_dynamo.train.config import schedule_name
 
 if TYPE_CHECKING:  # importing torch's compiler takes seconds

@@ -204,11 +204,23 @@ def _of_folder(folder: Path) -> Target:
     return replace(found, folder=folder)
 
 
-def _of_json(path: Path, options: Mapping[str, Any]) -> Target:
+def load_strategy(path: Path) -> Strategy:
+    """The strategy of a JSON file, or of a Python file that defines `strategy()`.
+
+    Raises:
+        Misuse: There is none in it.
+        PiperError: It is refused.
+    """
+    if path.suffix == ".py":
+        return _of_module(path, _imported(path), ("strategy",))
     try:
-        strategy = Strategy.from_json(path.read_text(encoding="utf-8"))
+        return Strategy.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, PiperSyntaxError) as error:
         raise Misuse(format_error("this is no strategy", {"file": path, "why": error})) from error
+
+
+def _of_json(path: Path, options: Mapping[str, Any]) -> Target:
+    strategy = load_strategy(path)
     model = {name: options[name] for name in (*MODEL_OPTIONS, "compile")}
     # As a job of one rank: what the strategy says of the rest is checked by the plan.
     alone = {"pp": 1, "microbatches": 1, "schedule": "gpipe"}
@@ -235,19 +247,7 @@ def _of_file(
     module = _imported(path)
     if not needs_strategy:
         setattr(module, "strategy", Strategy())  # noqa: B010  (mypy knows no attributes of modules)
-    missing = [name for name in DEFINED if not hasattr(module, name)]
-    if missing:
-        raise Misuse(
-            format_error(
-                f"{path} does not define what is looked at",
-                {"missing": ", ".join(f"{name}()" for name in missing)},
-                hint="define model(), which makes the model, inputs(), which makes the example "
-                "inputs of one replica, and strategy(), which makes the piper.Strategy",
-            )
-        )
-    strategy = module.strategy
-    if not isinstance(strategy, Strategy):
-        strategy = _called(path, "strategy", module, Strategy, "a piper.Strategy")
+    strategy = _of_module(path, module, DEFINED)
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -267,6 +267,24 @@ def _of_file(
         is_meta=is_meta,
         compile=compile_mode,
     )
+
+
+def _of_module(path: Path, module: ModuleType, needed: tuple[str, ...]) -> Strategy:
+    """The strategy of a Python file that defines what is needed."""
+    missing = [name for name in needed if not hasattr(module, name)]
+    if missing:
+        raise Misuse(
+            format_error(
+                f"{path} does not define what is looked at",
+                {"missing": ", ".join(f"{name}()" for name in missing)},
+                hint="define model(), which makes the model, inputs(), which makes the example "
+                "inputs of one replica, and strategy(), which makes the piper.Strategy",
+            )
+        )
+    if isinstance(module.strategy, Strategy):
+        return module.strategy
+    made: Strategy = _called(path, "strategy", module, Strategy, "a piper.Strategy")
+    return made
 
 
 def _imported(path: Path) -> ModuleType:

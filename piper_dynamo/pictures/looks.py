@@ -6,7 +6,7 @@ Terms: a *lane* is a thin row under a rank's row of tasks, one per further strea
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from piper_dynamo.timeline import COMPUTE, Event, Message, Timeline
+from piper_dynamo.timeline import CATEGORIES, COMPUTE, Event, Held, Message, Timeline
 
 # Colours that stay apart in print and for colour-blind readers (Okabe-Ito, lightened), and what
 # the legend calls them; kinds of one name share an entry.
@@ -26,7 +26,15 @@ LOOKS: Mapping[str, tuple[str, str]] = {
 EDGE = "#4d4d4d"
 MESSAGE, MESSAGE_LABEL = "#5b3f8c", "message"
 LOSS = ("loss", "loss_sum")  # what messages that carry it are called
-MEMORY, MEMORY_LABEL = "#d5dbe1", "memory of the step"
+# What ranks hold, by category, from the bottom up; colours as of the tasks that make it.
+MEMORY: Mapping[str, str] = dict(
+    zip(
+        CATEGORIES,
+        ("#c9ced4", "#e3e6ea", "#a9b0b8", "#8fc79a", "#7fb3d9", "#dca3be", "#b9abd6"),
+        strict=True,
+    )
+)
+MEMORY_LABEL = "memory"
 
 
 def kind_of(event: Event) -> str:
@@ -47,9 +55,15 @@ def shown_messages(timeline: Timeline) -> list[tuple[Message, tuple[float, float
     return [(m, m.ends) for m in timeline.messages if m.ends is not None and m.name not in LOSS]
 
 
-def peak_of(curve: Sequence[tuple[float, int]]) -> int:
+def peak_of(curve: Sequence[tuple[float, Held]]) -> int:
     """The most bytes of a memory curve."""
-    return max((held for _, held in curve), default=0)
+    return max((sum(held) for _, held in curve), default=0)
+
+
+def held_categories(timeline: Timeline) -> list[int]:
+    """The categories of which some rank holds something, by their place in CATEGORIES."""
+    curves = timeline.memory.values()
+    return [at for at in range(len(CATEGORIES)) if any(held[at] for c in curves for _, held in c)]
 
 
 def scale_of(span: float, unit: str) -> tuple[float, str]:

@@ -53,7 +53,8 @@ def write_page(
         "unit": shown_unit,
         "kinds": LOOKS,
         "message": [MESSAGE, MESSAGE_LABEL],
-        "memory": [MEMORY, MEMORY_LABEL],
+        "memory": MEMORY_LABEL,
+        "categories": [[color, name] for name, color in MEMORY.items()],
         "panels": [_panel(name, t, scale, shown_unit) for name, t in shown.items()],
     }
     # Inside a script a closing tag would end it, wherever it stands.

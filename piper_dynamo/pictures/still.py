@@ -1,6 +1,6 @@
 """PNG and SVG pictures of timelines, drawn with matplotlib.
 
-A rank has a row of tasks, a lane per further stream, and below them what its step holds.
+A rank has a row of tasks, a lane per further stream, and below them what it holds.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,19 @@ from piper_dynamo.pictures.looks import (
     MESSAGE,
     MESSAGE_LABEL,
     Shades,
+    held_categories,
     kind_of,
     peak_of,
     scale_of,
     shown_messages,
     streams_of,
 )
-from piper_dynamo.timeline import COMPUTE, Event, Message, Timeline
+from piper_dynamo.timeline import CATEGORIES, COMPUTE, Event, Message, Timeline
 
 # In units of a row of tasks.
 COMPUTE_HEIGHT, LANE_HEIGHT, MEMORY_HEIGHT, GAP = 1.0, 0.24, 0.5, 0.30
 FEW_RANKS = 4  # up to so many there is room for names of lanes
+_LEGEND_COLUMNS = 8
 FEW_MESSAGES = 150  # more are drawn paler, and without heads
 
 
@@ -197,23 +199,26 @@ class _Panel:
         return top + COMPUTE_HEIGHT + LANE_HEIGHT * self.lanes.index(event.stream), LANE_HEIGHT
 
     def _draw_memory(self, axis: Any, scale: float) -> None:
-        """What each rank's step holds, all to the scale of the highest peak."""
+        """What each rank holds, by category, all to the scale of the highest peak."""
         from matplotlib.collections import PolyCollection
 
-        most = max((held for c in self.timeline.memory.values() for _, held in c), default=0) or 1
+        curves = self.timeline.memory
+        most = max(map(peak_of, curves.values()), default=0) or 1
         end = self.timeline.makespan * scale
-        areas = []
-        for rank, curve in self.timeline.memory.items():
-            floor = self.rows[rank] + self.memory_top + 0.1 + MEMORY_HEIGHT
-            corners, height = [(0.0, floor)], floor
-            for at, held in curve:
-                corners.append((at * scale, height))
-                height = floor - MEMORY_HEIGHT * held / most
-                corners.append((at * scale, height))
-            areas.append([*corners, (end, height), (end, floor)])
-        axis.add_collection(
-            PolyCollection(areas, facecolors=MEMORY, edgecolors=EDGE, linewidths=0.4), autolim=False
-        )
+        # From the top of the stack down: each category covers what is above those below it.
+        for category in reversed(held_categories(self.timeline)):
+            areas = []
+            for rank, curve in curves.items():
+                floor = self.rows[rank] + self.memory_top + 0.1 + MEMORY_HEIGHT
+                corners, height = [(0.0, floor)], floor
+                for at, held in curve:
+                    corners.append((at * scale, height))
+                    height = floor - MEMORY_HEIGHT * sum(held[: category + 1]) / most
+                    corners.append((at * scale, height))
+                areas.append([*corners, (end, height), (end, floor)])
+            look = MEMORY[CATEGORIES[category]]
+            boxes = PolyCollection(areas, facecolors=look, edgecolors=EDGE, linewidths=0.3)
+            axis.add_collection(boxes, autolim=False)
 
     def _draw_messages(self, axis: Any, scale: float) -> None:
         """An arrow from the end of the source's row to the target's."""
@@ -261,6 +266,9 @@ def _legend(figure: Any, timelines: list[Timeline]) -> None:
     ]
     if any(shown_messages(t) for t in timelines):
         handles.append(Line2D([], [], color=MESSAGE, linewidth=0.8, label=MESSAGE_LABEL))
-    if any(t.memory for t in timelines):
-        handles.append(Patch(facecolor=MEMORY, edgecolor=EDGE, linewidth=0.4, label=MEMORY_LABEL))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    for category in sorted({at for t in timelines for at in held_categories(t)}):
+        name = CATEGORIES[category]
+        label = f"{MEMORY_LABEL}: {name}"
+        handles.append(Patch(facecolor=MEMORY[name], edgecolor=EDGE, linewidth=0.4, label=label))
+    columns = min(len(handles), _LEGEND_COLUMNS)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8)

@@ -13,7 +13,7 @@ from typing import Any
 
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.pictures.looks import streams_of
-from piper_dynamo.timeline import Event, Message, Timeline
+from piper_dynamo.timeline import CATEGORIES, Event, Held, Message, Timeline
 
 HIGHEST = 1_000_000  # ranks of one heading
 INSIDE_US = 1e-3  # viewers bind an arrow to the box it begins in, not to one that ends there
@@ -72,8 +72,9 @@ def _events(timeline: Timeline, heading: str, first: int, micro: float) -> list[
         events += _flow(m, first, micro)
     for rank, curve in timeline.memory.items():
         for at, held in curve:
-            counter = {"ph": "C", "name": "step memory", "pid": first + rank, "tid": 0}
-            events.append({**counter, "ts": at * micro, "args": {"bytes": held}})
+            counter = {"ph": "C", "name": "memory", "pid": first + rank, "tid": 0}
+            named = dict(zip(CATEGORIES, held, strict=True))
+            events.append({**counter, "ts": at * micro, "args": named})
     return events
 
 
@@ -112,7 +113,7 @@ def read_chrome_trace(path: str | Path) -> Timeline:
             if row["ph"] == "M" and row["name"] == "thread_name"
         }
         events = [_event(row, streams) for row in rows if row["ph"] == "X"]
-        return Timeline(events, _messages(rows))
+        return Timeline(events, _messages(rows), _memory(rows))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PiperError(
             format_error(
@@ -134,6 +135,15 @@ def _event(row: Mapping[str, Any], streams: Mapping[tuple[int, int], str]) -> Ev
         start_s=start,
         end_s=start + row["dur"] / 1e6,
     )
+
+
+def _memory(rows: list[dict[str, Any]]) -> dict[int, list[tuple[float, Held]]]:
+    found: dict[int, list[tuple[float, Held]]] = {}
+    for row in rows:
+        if row["ph"] == "C":
+            held = tuple(int(row["args"][name]) for name in CATEGORIES)
+            found.setdefault(row["pid"], []).append((row["ts"] / 1e6, held))
+    return found
 
 
 def _messages(rows: list[dict[str, Any]]) -> list[Message]:

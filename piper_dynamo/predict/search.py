@@ -23,7 +23,8 @@ from piper_dynamo.errors import PiperError, PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.joint import ENTRY, PREFIX, ArgKind
 from piper_dynamo.ir.task import Pass
-from piper_dynamo.planning import Plan, Template, data_dims, split_of
+from piper_dynamo.passes.split import data_dims
+from piper_dynamo.planning import Plan, Template, split_of
 from piper_dynamo.predict.bounds import chunks_of, lower_bound
 from piper_dynamo.predict.found import Dropped, Found, Search
 from piper_dynamo.predict.profile import Profile
