@@ -38,6 +38,7 @@ FACADE = frozenset(
             "measure",
             "meeting",
             "planning",
+            "records",
             "predict",
             "programs",
             "step",
