@@ -168,7 +168,7 @@ def _run_lines(instr: Instr) -> list[str]:
 
 
 def _seed_lines(instr: Instr) -> list[str]:
-    return [f"rt.seed({instr.seed[0]}, {instr.seed[1]})"] if instr.seed is not None else []
+    return [f"rt.seed({', '.join(map(str, instr.seed))})"] if instr.seed is not None else []
 
 
 def _call(instr: Instr) -> str:
