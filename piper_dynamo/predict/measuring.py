@@ -226,7 +226,7 @@ def _host() -> dict[str, Any]:
     spent: dict[str, list[float]] = defaultdict(list)
     beside: list[float] = []
 
-    def take(executor: Executor) -> None:
+    def take(executor: Executor, *rest: Any) -> None:
         marks = executor.marks
         for (_, start), (index, end) in pairwise(marks):
             spent[executor.program.instrs[index].op.value].append(end - start)
