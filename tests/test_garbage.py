@@ -2,15 +2,18 @@
 
 import gc
 import linecache
+import os
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from torch import fx
 
 import piper_dynamo
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.garbage import collect, resting_collector, young_collector
+from piper_dynamo.garbage import collect, keep_large_apart, resting_collector, young_collector
 
 
 class Ring:
@@ -82,3 +85,21 @@ def test_a_dropped_graph_is_gone_at_once():
     assert node() is not None
     compat.drop_graph(graph)
     assert node() is None
+
+
+@pytest.mark.parametrize("own", [None, "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
+def test_large_blocks_are_kept_apart_unless_the_user_chose(own):
+    asked = {}
+    libc = SimpleNamespace(mallopt=lambda which, value: asked.update({which: value}))
+    chosen = {} if own is None else {own: "1"}
+    with (
+        mock.patch.dict(os.environ, chosen, clear=True),
+        mock.patch("piper_dynamo.garbage.ctypes.CDLL", return_value=libc),
+    ):
+        keep_large_apart()
+    assert asked == ({-1: 2 * 2**20, -3: 2**20} if own is None else {})
+
+
+def test_another_libc_is_left_alone():
+    with mock.patch("piper_dynamo.garbage.ctypes.CDLL", return_value=SimpleNamespace()):
+        keep_large_apart()

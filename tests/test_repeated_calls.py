@@ -25,8 +25,17 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("model", [Stack4, Dropped, NormNet])
-@pytest.mark.parametrize("budget", [None, 0.0])
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    [
+        (Dropped, None),
+        (NormNet, 0.0),
+        *(
+            pytest.param(model, budget, marks=pytest.mark.slow)
+            for model, budget in [(Stack4, None), (Stack4, 0.0), (Dropped, 0.0), (NormNet, None)]
+        ),
+    ],
+)
 def test_memory_is_flat_from_the_second_step_on(model: Any, budget: float | None) -> None:
     wanted = jobs.strategy(ONE, 2)
     if budget is not None:
