@@ -50,6 +50,19 @@ def json_path() -> Callable[[Any], Any]:
     return click.option("--json", "path", help="Also write the rows to this file.")
 
 
+def of_sections(sections: Mapping[str, Callable[[], Iterator[Row]]]) -> click.Command:
+    """The command of a benchmark whose sections take no options."""
+
+    @click.command()
+    @only(list(sections))
+    @json_path()
+    def main(only: list[str], path: str | None) -> None:
+        """Measure, and print one table with verdicts; every row also when it is there."""
+        measure({name: sections[name] for name in only}, PAIRS, path)
+
+    return main
+
+
 def measure(
     sections: Mapping[str, Callable[[], Iterator[Row]]], num_pairs: int, path: str | None
 ) -> None:

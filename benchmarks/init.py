@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 # What compiling imports is imported before the baseline is taken.
 import torch
 import torch._dynamo
@@ -29,7 +27,6 @@ from torch import Tensor, nn
 import piper_dynamo as piper
 from benchmarks import command
 from benchmarks.memory import resident
-from benchmarks.paired import PAIRS
 from benchmarks.report import Row
 from benchmarks.sides import batch_of
 from piper_dynamo._torch_compat import local_tensor
@@ -165,13 +162,5 @@ def plain() -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"deferred": layouts, "plain": plain}
 
 
-@click.command()
-@command.only(list(SECTIONS))
-@command.json_path()
-def main(only: list[str], path: str | None) -> None:
-    """Measure, and print one table with verdicts."""
-    command.measure({name: SECTIONS[name] for name in only}, PAIRS, path)
-
-
 if __name__ == "__main__":
-    main()
+    command.of_sections(SECTIONS)()

@@ -8,13 +8,11 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 
-import click
 import torch
 
 import piper_dynamo as piper
 from benchmarks import command, many_ranks, planning
 from benchmarks.emulated import WIDTH, Chain
-from benchmarks.paired import PAIRS
 from benchmarks.report import Row, growth_row
 
 STAGES, REPLICAS = 8, 4
@@ -83,13 +81,5 @@ SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-@click.command()
-@command.only(list(SECTIONS))
-@command.json_path()
-def main(only: list[str], path: str | None) -> None:
-    """Measure, and print one table with verdicts; every row also when it is there."""
-    command.measure({name: SECTIONS[name] for name in only}, PAIRS, path)
-
-
 if __name__ == "__main__":
-    main()
+    command.of_sections(SECTIONS)()

@@ -21,7 +21,7 @@ from torch import nn
 
 import piper_dynamo as piper
 from benchmarks import command
-from benchmarks.paired import PAIRS, TOLERANCE, seconds
+from benchmarks.paired import TOLERANCE, seconds
 from benchmarks.report import Row
 from piper_dynamo.predict.measuring import measure
 from piper_dynamo.predict.profile import Profile
@@ -192,13 +192,5 @@ def winner() -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"steps": steps, "winner": winner}
 
 
-@click.command()
-@command.only(list(SECTIONS))
-@command.json_path()
-def main(only: list[str], path: str | None) -> None:
-    """Measure, and print one table with verdicts; every row also when it is there."""
-    command.measure({name: SECTIONS[name] for name in only}, PAIRS, path)
-
-
 if __name__ == "__main__":
-    main()
+    command.of_sections(SECTIONS)()

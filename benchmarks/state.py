@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import click
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -31,7 +30,6 @@ from torch import Tensor
 import piper_dynamo as piper
 from benchmarks import command
 from benchmarks.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, resident
-from benchmarks.paired import PAIRS
 from benchmarks.report import Row
 from benchmarks.sides import PiperStep, batch_of
 from piper_dynamo._torch_compat import local_tensor
@@ -169,13 +167,5 @@ def saving() -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"activations": activations, "saving": saving}
 
 
-@click.command()
-@command.only(list(SECTIONS))
-@command.json_path()
-def main(only: list[str], path: str | None) -> None:
-    """Measure, and print one table with verdicts."""
-    command.measure({name: SECTIONS[name] for name in only}, PAIRS, path)
-
-
 if __name__ == "__main__":
-    main()
+    command.of_sections(SECTIONS)()

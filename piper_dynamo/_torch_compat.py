@@ -60,7 +60,6 @@ __all__ = [
     "example_of",
     "fake_tracing",
     "fixed_size",
-    "flops_of",
     "graph_break_of",
     "inductor_backend",
     "is_marked_dynamic",
@@ -589,12 +588,3 @@ def storage_info(file: str, start: int, num_bytes: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, start, num_bytes)
-
-
-def flops_of(node: fx.Node) -> int:
-    """Floating-point operations of an operator on fake values; 0 where torch has no formula."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))

@@ -19,7 +19,8 @@ def flops_of(node: Node) -> int:
     """Of one operator on the shapes that it was traced with."""
     own = _OWN.get(operator_name(node))
     if own is not None:
-        return own(*(given.meta["val"].shape for given in node.all_input_nodes))
+        # By argument: one tensor may be several of them.
+        return own(*(given.meta["val"].shape for given in node.args if isinstance(given, Node)))
     formula = compat.flop_formula(node.target)
     if formula is None:
         return 0
@@ -42,7 +43,7 @@ def show_flops(flops: float) -> str:
 
 
 def _value(node: Node) -> Any:
-    return node.meta["val"]
+    return node.meta.get("val")
 
 
 def _by_expert(x: Size, weight: Size, *counts: Size) -> int:
