@@ -79,6 +79,7 @@ class Cast:
     ) -> dict[int, _Dtypes]:
         """By position, the dtypes of each parameter's gradient, where a rule says something."""
         rule_of: dict[int, tuple[Any, RegionId]] = {}
+        kept = {position for (position, _), one in dag.layouts.items() if not one.reduced}
         for node in dag.tasks():
             name = task_of(node).name
             assert name is not None
@@ -88,7 +89,7 @@ class Cast:
                 if position is None or dag.args[position].kind is not ArgKind.PARAMETER:
                     continue
                 other, region = rule_of.setdefault(position, (rule, name.region))
-                if other != rule:
+                if _asked(other) != _asked(rule):
                     labels = " and ".join(r.label for r in (other, rule) if r is not None)
                     fault = (
                         f"parameter {dag.args[position].name!r} is used in {region} and "
@@ -104,11 +105,19 @@ class Cast:
             summed = rule.grad or spec.dtype
             dtypes = _Dtypes(held=spec.dtype, summed=summed, reduced=rule.reduce or summed)
             found[position] = dtypes
-            faults += self._check(dag, position, rule, region, dtypes)
+            is_kept = position in kept
+            faults += self._check(dag, position, rule, region, dtypes, is_kept=is_kept)
         return found
 
     def _check(
-        self, dag: Dag, position: int, rule: Any, region: RegionId, dtypes: _Dtypes
+        self,
+        dag: Dag,
+        position: int,
+        rule: Any,
+        region: RegionId,
+        dtypes: _Dtypes,
+        *,
+        is_kept: bool,
     ) -> list[str]:
         name = dag.args[position].name
         computed = dag.computed.get(position, dtypes.held)
@@ -118,14 +127,18 @@ class Cast:
                 f"tag of that region and computes in {short(computed)}\n"
                 "  hint  tag the operators that use it"
             ]
-        kept = any(p == position and not one.reduced for (p, _), one in dag.layouts.items())
-        if kept and rule.reduce not in (None, dtypes.held):
+        if is_kept and rule.reduce not in (None, dtypes.held):
             return [
                 f"{rule.label} reduces {name!r} in {short(dtypes.reduced)}, but what piper.no_sync "
                 f"puts off is reduced as it is held, in {short(dtypes.held)}\n"
                 "  hint  leave reduce= out, or do not use piper.no_sync"
             ]
         return []
+
+
+def _asked(rule: Any) -> tuple[Any, ...]:
+    """What a rule asks for, whichever directive says it."""
+    return (rule.param, rule.grad, rule.reduce) if rule is not None else (None, None, None)
 
 
 def _cast_parameters(dag: Dag) -> None:

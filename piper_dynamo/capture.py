@@ -104,7 +104,11 @@ def trace(  # noqa: PLR0913
             has several possible losses.
     """
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-    gm, computed = insert_casts(gm, args, rules)
+    computed: dict[int, torch.dtype] = {}
+    has_casts = any(rule.param for rule in rules)
+    if has_casts:
+        whole = fake_args(mode, args, numbers, {}, 1)
+        gm, computed = insert_casts(gm, args, rules, whole, mode)
     seen = tuple(_as_computed(arg, computed.get(arg.position)) for arg in args)
     fakes = fake_args(mode, seen, numbers, batch_dims, num_microbatches)
     full = fake_args(mode, seen, numbers, {}, 1)
@@ -117,7 +121,7 @@ def trace(  # noqa: PLR0913
     prepared = _detach_outputs(gm, kept)
     with young_collector():
         graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
-    if computed:
+    if has_casts:
         refuse_mixed(graph)
     _burn_numbers(graph, args, fakes)
     _drop_output_copies(graph)
@@ -258,10 +262,7 @@ class _Locate(fx.Interpreter):
 
 
 def _fake_run(
-    gm: fx.GraphModule,
-    fakes: list[Any],
-    mode: compat.FakeTensorMode,
-    args: tuple[Arg, ...],
+    gm: fx.GraphModule, fakes: list[Any], mode: compat.FakeTensorMode, args: tuple[Arg, ...]
 ) -> list[Any]:
     """The graph's outputs on fake arguments, gradients on, so that the differentiable ones show."""
     with mode:

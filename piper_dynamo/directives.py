@@ -345,9 +345,7 @@ class Recompute(_Record):
         faults = Faults("piper.Recompute", where)
         wanted = _region_filter(filter, faults)
         if "MB" in wanted.tags:
-            faults.say(
-                "filter asks for MB; a region keeps as much of each microbatch, leave it out"
-            )
+            faults.say("filter asks for MB, but a region keeps as much of each microbatch")
         is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
         if not is_number or not 0 <= budget <= 1:
             faults.add("budget", budget, "must be a number from 0 (inputs alone) to 1 (all)")

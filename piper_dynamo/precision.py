@@ -10,14 +10,16 @@ parameter that is not computed as it is held.
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import Node
 
+from piper_dynamo.changes import Changes
 from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.filters import Filter
 from piper_dynamo.ir.alias import operator_name
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.spec import short, user_line
@@ -38,18 +40,17 @@ _PRODUCTS = frozenset(
     )
 )
 _CALLS = ("call_function", "call_method", "call_module")
-_IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One Precision directive: what it matches, what it asks for, and its name in a message."""
 
-    filter: Any
+    filter: Filter
     param: torch.dtype | None
     grad: torch.dtype | None
     reduce: torch.dtype | None
-    label: str
+    label: str = field(compare=False)  # else another line would be another capture
 
 
 def rules_of(strategy: Strategy) -> tuple[Rule, ...]:
@@ -67,7 +68,7 @@ def rules_of(strategy: Strategy) -> tuple[Rule, ...]:
 
 
 def insert_casts(
-    gm: fx.GraphModule, args: Sequence[Arg], rules: Sequence[Rule]
+    gm: fx.GraphModule, args: Sequence[Arg], rules: Sequence[Rule], fakes: Sequence[Any], mode: Any
 ) -> tuple[fx.GraphModule, dict[int, torch.dtype]]:
     """The graph in the precision asked for.
 
@@ -80,6 +81,8 @@ def insert_casts(
         gm: Dynamo's graph; it is not changed.
         args: Its arguments.
         rules: The strategy's.
+        fakes: Values of the arguments, as the model is without casts.
+        mode: Their fake mode.
 
     Returns:
         The new graph, and by position the dtype of each parameter that is computed in another one
@@ -89,13 +92,11 @@ def insert_casts(
         PiperCaptureError: A parameter would need two dtypes, or a value is changed in place beyond
             a border of dtypes.
     """
-    if not any(rule.param for rule in rules):
-        return gm, {}
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, {})
     graph.output(output)
     made = fx.GraphModule(gm, graph)
-    caster = _Caster(made, args, rules)
+    caster = _Caster(made, args, rules, Changes(made, fakes, mode))
     computed = caster.parameters()
     caster.run()
     made.recompile()
@@ -105,16 +106,19 @@ def insert_casts(
 class _Caster:
     """A copy of Dynamo's graph, and in which dtype each of its nodes computes."""
 
-    def __init__(self, gm: fx.GraphModule, args: Sequence[Arg], rules: Sequence[Rule]) -> None:
-        self.graph, self.args, self.rules = gm.graph, args, rules
+    def __init__(
+        self, gm: fx.GraphModule, args: Sequence[Arg], rules: Sequence[Rule], changes: Changes
+    ) -> None:
+        self.graph, self.rules, self.changes = gm.graph, rules, changes
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.arg_of = dict(zip(placeholders, args, strict=True))
         self.calls = [n for n in gm.graph.nodes if n.op in _CALLS]
         self.tags, inner = _tags(gm, self.calls)
         self.dtype: dict[Node, torch.dtype | None] = {}
         for node in self.calls:
-            source = node.args[0] if node.args else None
-            if node.target is operator.getitem and source in self.dtype:
+            if _is_pick(node):
+                source = node.args[0]
+                assert isinstance(source, Node)
                 self.dtype[node] = self.dtype[source]
                 continue
             found = {self._asked(tags) for tags in inner[node]} or {self._asked(self.tags[node])}
@@ -128,7 +132,7 @@ class _Caster:
                     )
                 )
             (self.dtype[node],) = found
-        self.casts: dict[tuple[Node, torch.dtype, object], Node] = {}
+        self.casts: dict[tuple[object, ...], Node] = {}
 
     def _asked(self, tags: dict[str, int]) -> torch.dtype | None:
         return next((r.param for r in self.rules if r.filter.matches(tags)), None)
@@ -161,19 +165,17 @@ class _Caster:
     def run(self) -> None:
         """Cast what comes into each call from where another dtype is computed in."""
         for node in self.calls:
-            if node.target is operator.getitem:
+            if _is_pick(node):
                 continue
+            self._refuse_in_place(node)
             for source in node.all_input_nodes:
                 dtype = self._wanted(source, node)
                 if dtype is not None:
-                    self._refuse_in_place(source, node)
                     node.replace_input_with(source, self._cast(source, dtype, node))
 
     def _wanted(self, source: Node, node: Node) -> torch.dtype | None:
         """What a value is to be cast to; None where it stays."""
-        arg = self.arg_of.get(source)
-        is_input = arg is not None and arg.kind is ArgKind.DATA
-        if not (is_input or source in self.dtype) or not _is_floating(source):
+        if not self._is_cast(source):
             return None
         mine = self.dtype[node]
         if mine == self.dtype.get(source):
@@ -181,34 +183,48 @@ class _Caster:
         captured: torch.dtype = source.meta["example_value"].dtype
         return mine or captured
 
+    def _is_cast(self, source: Node) -> bool:
+        """Whether a value is cast where another dtype is computed in: not parameters, buffers."""
+        arg = self.arg_of.get(source)
+        is_input = arg is not None and arg.kind is ArgKind.DATA
+        return (is_input or source in self.dtype) and _is_floating(source)
+
     def _cast(self, source: Node, dtype: torch.dtype, user: Node) -> Node:
         captured: torch.dtype = source.meta["example_value"].dtype
         has = self.dtype.get(source) or captured
         stays = source in self.dtype and dtype.itemsize < has.itemsize
-        owner = source if stays else user
-        key = (source, dtype, None if stays else tuple(self.tags[user].items()))
+        final = self.changes.last_before(source, user)  # only then is it what the user sees
+        made = final or source
+        owner = made if stays else user
+        key = (source, final, dtype, None if stays else tuple(self.tags[user].items()))
         if key not in self.casts:
-            with self.graph.inserting_after(source) if stays else self.graph.inserting_before(user):
+            with self.graph.inserting_after(made) if stays else self.graph.inserting_before(user):
                 cast = self.graph.call_method("to", (source, dtype))
             kept = ("custom", "stack_trace", "nn_module_stack")
             cast.meta = {k: owner.meta[k] for k in kept if k in owner.meta}
             self.casts[key] = cast
         return self.casts[key]
 
-    def _refuse_in_place(self, source: Node, node: Node) -> None:
-        """A cast is a copy: who changes it does not change what others see."""
-        name = str(node.target)
-        changes = node.target in _IN_PLACE or (
-            node.op == "call_method" and name.endswith("_") and not name.endswith("__")
-        )
-        if changes and node.args and node.args[0] is source:
-            raise PiperCaptureError(
-                format_error(
-                    "a value is changed in place where another precision begins",
-                    {"at": user_line(node) or node.name},
-                    hint="write x = x + y instead of x += y there, or move the border",
+    def _refuse_in_place(self, node: Node) -> None:
+        """A cast is a copy: who changes it does not change what others see, nor its views."""
+        found = [(maker, self.dtype[node]) for maker in self.changes.changed_by(node)]
+        found += [
+            (self.changes.maker[view], self.dtype[view])
+            for view in node.all_input_nodes
+            if view in self.dtype and self.changes.is_stale(view, node)
+        ]
+        for maker, dtype in found:
+            if self._is_cast(maker) and self.dtype.get(maker) != dtype:
+                raise PiperCaptureError(
+                    format_error(
+                        "a value is changed in place where another precision begins",
+                        {
+                            "at": user_line(node) or node.name,
+                            "made at": user_line(maker) or maker.name,
+                        },
+                        hint="write x = x + y instead of x += y there, or move the border",
+                    )
                 )
-            )
 
 
 def refuse_mixed(graph: fx.Graph) -> None:
@@ -254,15 +270,23 @@ def _tags(
 
 
 def _nested(gm: fx.GraphModule, node: Node) -> list[Node]:
-    """The calls inside of what a higher-order operator runs."""
-    graphs = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
-    return [
-        m
-        for graph in graphs
-        if isinstance(graph, fx.GraphModule)
-        for m in graph.graph.nodes
-        if m.op in _CALLS
-    ]
+    """The calls inside of what a higher-order operator runs, and inside of those."""
+    found: list[Node] = []
+    for given in node.all_input_nodes:
+        graph = getattr(gm, str(given.target), None) if given.op == "get_attr" else None
+        if isinstance(graph, fx.GraphModule):
+            for inner in graph.graph.nodes:
+                if inner.op in _CALLS:
+                    found += [inner, *_nested(graph, inner)]
+    return found
+
+
+def _is_pick(node: Node) -> bool:
+    """Whether a call picks one of several results; `x[0]` of a tensor computes."""
+    if node.target is not operator.getitem:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and isinstance(source.meta.get("example_value"), tuple | list)
 
 
 def _is_floating(node: Node) -> bool:

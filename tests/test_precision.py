@@ -5,6 +5,7 @@ clipped SGD and AdamW steps: the master is float64 there (`tests/mixed.py`), and
 to bfloat16 is rounded alike. The controls show that sums in bfloat16 are another result.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -333,19 +334,8 @@ def test_regions_that_share_a_parameter_agree(rule: Any, words: tuple[str, ...])
     wanted = strategy(LINE2, rule)
     text = jobs.refusal(lambda: piper.plan(mixed.Tied(), wanted, replicas.tokens(0)))
     jobs.mentions(text, *words)
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: piper.Precision({}), ("asks for nothing",)),
-        (lambda: piper.Precision({}, param="int8"), ("param", "int8", "bf16")),
-        (lambda: piper.Precision({"MB": 0}, param="bf16"), ("MB",)),
-        (lambda: piper.Precision({"PASS": "F"}, param="bf16"), ("PASS",)),
-    ],
-)
-def test_arguments(build: Callable[[], Any], words: tuple[str, ...]) -> None:
-    jobs.mentions(jobs.refusal(build, piper.PiperStrategyError), *words)
+    both = [piper.Precision({"PP": stage}, param="bf16") for stage in (0, 1)]
+    assert piper.plan(mixed.Tied(), strategy(LINE2, *both), replicas.tokens(0)).dag.computed
 
 
 def test_what_no_sync_puts_off_is_reduced_as_it_is_held() -> None:
@@ -361,24 +351,82 @@ def test_what_no_sync_puts_off_is_reduced_as_it_is_held() -> None:
 
 
 class Changes(nn.Module):
-    """A value of the first stage is changed in place by the second."""
+    """A value of the first stage is changed in place by the second, or where `late` beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Tensor], Any], *, late: bool = False) -> None:
         super().__init__()
         self.w = mixed.weights(2)
+        self.change, self.late = change, late
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
             h = F.linear(x, self.w[0])
         with piper.annotate("PP", 1):
-            h += 1
-            return F.mse_loss(F.linear(h, self.w[1]), y)
+            view = h.view(-1)
+            if not self.late:
+                self.change(h)
+        with piper.annotate("PP", 0):
+            if self.late:
+                self.change(h)
+        with piper.annotate("PP", 1):
+            return F.mse_loss(F.linear(view.view(h.shape), self.w[1]), y)
 
 
-def test_a_change_in_place_beyond_a_border_is_refused() -> None:
+def first_blank(h: Tensor) -> None:
+    h[0] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "late"),
+    [
+        (lambda h: operator.iadd(h, 1), False),
+        (lambda h: operator.iadd(h, 1), True),
+        (lambda h: h.view(-1).mul_(2), False),
+        (first_blank, False),
+        (lambda h: F.dropout(h, 0.5, True, True), False),
+    ],
+    ids=["iadd", "late", "of a view", "setitem", "an argument"],
+)
+def test_a_change_in_place_beyond_a_border_is_refused(
+    change: Callable[[Tensor], Any], late: bool
+) -> None:
     wanted = strategy(LINE2, piper.Precision({"PP": 0}, param="bf16"))
-    text = jobs.refusal(lambda: piper.plan(Changes(), wanted, replicas.numbers(0)))
+    model = Changes(change, late=late)
+    text = jobs.refusal(lambda: piper.plan(model, wanted, replicas.numbers(0)))
     jobs.mentions(text, "in place", "test_precision.py")
+
+
+class Written(nn.Module):
+    """The same in two ways of writing: `by_statement` changes values in place, and slices."""
+
+    def __init__(self, *, by_statement: bool) -> None:
+        super().__init__()
+        self.w = mixed.weights(2)
+        self.by_statement = by_statement
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = F.linear(x[:, :4] if self.by_statement else x, self.w[0])
+            if self.by_statement:
+                h.add_(1)
+                h.tanh_()
+            else:
+                h = torch.tanh(h + 1)
+        with piper.annotate("PP", 1):
+            return F.mse_loss(F.linear(h, self.w[1]).double(), y.double())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_cast_is_what_the_user_sees(stage: int) -> None:
+    """A change in place comes before the cast; a slice of an input is cast like the input."""
+    wanted = strategy(LINE2, piper.Precision({"PP": stage}, param="bf16"))
+    one, other = (
+        mixed.run(lambda how=how: Written(by_statement=how), replicas.numbers, LINE2, wanted)
+        for how in (True, False)
+    )
+    for rank in range(2):
+        assert one[rank].losses == other[rank].losses
+        assert one[rank].norms == other[rank].norms
 
 
 class Baked(nn.Module):
@@ -399,6 +447,29 @@ class Baked(nn.Module):
 def test_a_dtype_that_is_baked_in_is_refused() -> None:
     text = jobs.refusal(lambda: piper.plan(Baked(), strategy(LINE2, ALL), replicas.numbers(0)))
     jobs.mentions(text, "in this precision", "test_precision.py", "dtype", "type_as")
+
+
+class Table(nn.Module):
+    """The first stage has no parameters, but a matrix that it is not to change."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = mixed.weights(1)
+        self.register_buffer("table", self.w[0].detach().clone())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = F.linear(x, self.table)
+        with piper.annotate("PP", 1):
+            return F.mse_loss(F.linear(h, self.w[0]), y)
+
+
+def test_a_buffer_of_another_dtype_is_refused() -> None:
+    wanted = strategy(LINE2, piper.Precision({"PP": 0}, param="bf16"))
+    text = jobs.refusal(lambda: piper.plan(Table(), wanted, replicas.numbers(0)))
+    jobs.mentions(text, "in this precision", "test_precision.py", "buffer")
 
 
 # Controls.
