@@ -5,8 +5,9 @@ what was lost; gradients are divided by it before they are handed over, so that 
 optimizers see them as they are.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
+from typing import TypeAlias
 
 from piper_dynamo.errors import PiperStrategyError
 from piper_dynamo.values import is_whole
@@ -49,6 +50,9 @@ class LossScale:
                 )
 
 
+Option: TypeAlias = float | str | LossScale | None
+
+
 def is_scale(value: object) -> bool:
     """Whether a number can be a factor of a loss."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -61,24 +65,25 @@ class Scaler:
     """A loss scale in use; alike on all ranks, since all see the same steps.
 
     Attributes:
+        option: The option `loss_scale` that it was made of.
         rule: How it changes; None: it does not.
         factor: The scale of the next step.
         good: Steps in a row that were finite at this scale.
     """
 
+    option: Option = None
     rule: LossScale | None = None
     factor: float = 1.0
-    good: int = field(default=0)
+    good: int = 0
 
     @classmethod
-    def of(cls, option: "float | str | LossScale | None") -> "Scaler":
+    def of(cls, option: Option) -> "Scaler":
         """As the option `loss_scale` asks for."""
-        if option == "dynamic":
-            option = LossScale()
-        if isinstance(option, LossScale):
-            return cls(rule=option, factor=option.init)
-        assert not isinstance(option, str)
-        return cls(factor=1.0 if option is None else float(option))
+        rule = LossScale() if option == "dynamic" else option
+        if isinstance(rule, LossScale):
+            return cls(option=option, rule=rule, factor=rule.init)
+        assert not isinstance(rule, str)
+        return cls(option=option, factor=1.0 if rule is None else float(rule))
 
     def update(self, *, is_finite: bool) -> None:
         """Take note of a step."""

@@ -444,8 +444,8 @@ def attach(
 
     def scaled(incoming: Sequence[Tensor]) -> Sequence[Tensor | None]:
         (factor,) = incoming
-        if scale != 1.0:
-            factor = factor / scale
+        if scale != 1.0:  # a loss in few bits would round what is no power of two
+            factor = factor.to(torch.promote_types(factor.dtype, torch.float32)) / scale
         if factor.device.type != "cpu" or factor.item() != 1.0:
             torch._foreach_mul_(grads, factor)
         return deliver(grads)

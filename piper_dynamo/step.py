@@ -21,10 +21,7 @@ from piper_dynamo.agreement import agree, announcement, check_copies, compare
 from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.captured import Call, CapturedStep
 from piper_dynamo.costs import durations, tasks_run
-from piper_dynamo.errors import (
-    PiperRuntimeError,
-    PiperTimeoutError,
-)
+from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
 from piper_dynamo.finite import agree_on_gradients, check_step, refuse_without_loss
 from piper_dynamo.garbage import give_back, keep_large_apart
 from piper_dynamo.ir.joint import Arg, ArgKind
@@ -35,9 +32,7 @@ from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.options import Options
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
-from piper_dynamo.planning import (
-    Plan,
-)
+from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
@@ -157,14 +152,13 @@ class CompiledStep(CapturedStep):
     def _plan(self, values: Sequence[Any], world_size: int) -> Plan:
         key = (*self._sizes(values), world_size)
         if key not in self._plans:
-            self._plans[key] = self.planned(
-                self.call_of(values), world_size, sync=self._sync(values)
-            )
+            made = self.planned(self.call_of(values), world_size, sync=self._sync(values))
             refuse_without_loss(
-                self._plans[key],
+                made,
                 scales=self._options.loss_scale is not None,
                 looks=self._options.nan_check is not None,
             )
+            self._plans[key] = made
         return self._plans[key]
 
     def _recall_loss(self, values: Sequence[Any]) -> None:
@@ -233,6 +227,9 @@ class CompiledStep(CapturedStep):
                 scaler=Scaler.of(self._options.loss_scale),
             )
         state.comm = comm
+        if self._training and state.scaler.option != self._options.loss_scale:
+            # The model was compiled before, with another one.
+            state.scaler = Scaler.of(self._options.loss_scale)
         if entry.adopted is state:
             return state
         plan = entry.plan

@@ -285,6 +285,36 @@ def test_a_scaler_is_torchs() -> None:
         assert ours.factor == theirs.get_scale()
 
 
+def test_a_model_that_is_compiled_again_has_the_later_scale() -> None:
+    def job() -> list[float]:
+        model, found = Stack4(2), []
+        for option in ({}, {"loss_scale": 4.0}, {}):
+            step = compiled(model, LINE2, **option)
+            step(*rows(8)).backward()
+            found.append(piper.loss_scale(step))
+        return found
+
+    assert jobs.run_ranks(job, 2) == [[1.0, 4.0, 1.0]] * 2
+
+
+def test_a_loss_in_bfloat16_rounds_no_gradient() -> None:
+    """A scale of 3 has no reciprocal in few bits."""
+
+    class Rounded(Stack4):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x, y).bfloat16()
+
+    def job(**option: Any) -> dict[str, Tensor]:
+        step = compiled(Rounded(2), LINE2, **option)
+        step(*rows(8)).backward()
+        return replicas.grads(step)
+
+    want = jobs.run_ranks(job, 2)
+    for rank, grads in enumerate(jobs.run_ranks(lambda: job(loss_scale=3.0), 2)):
+        for name, grad in grads.items():
+            jobs.close(grad, want[rank][name], name, 1e-6)
+
+
 def test_evaluation_is_not_scaled() -> None:
     def job() -> tuple[float, float]:
         step = compiled(Stack4(2), LINE2, loss_scale=4.0)
@@ -360,8 +390,12 @@ def test_what_cannot_be_watched(
     model: type[nn.Module], inputs: int, option: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     wanted = piper.Strategy(piper.Precision({}, param="fp16"))
-    text = jobs.refusal(lambda: piper.plan(model(), wanted, rows(8)[:inputs], **option))
+    given = rows(8)[:inputs]
+    text = jobs.refusal(lambda: piper.plan(model(), wanted, given, **option))
     jobs.mentions(text, *words)
+    step = torch.compile(model(), backend="piper", options={"strategy": wanted, **option})
+    for _ in range(2):  # a call that was refused is refused again
+        jobs.mentions(jobs.refusal(lambda: step(*given)), *words)
 
 
 def test_ranks_with_unlike_options_are_told_apart() -> None:
