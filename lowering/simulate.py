@@ -44,10 +44,10 @@ class Simulation:
 
     Attributes:
         timeline: Every task, message and collective on every rank.
-        starts: When each rank came to each of its instructions.
+        starts: When each of `ranks` came to each of its instructions; see `starts_of`.
         makespan: Time from the first to the last event.
-        peaks: Predicted peak bytes of each rank's step; see `peak_bytes`.
-        traffic: Each rank's transfers by stream, messages under "recv"; see `communication`.
+        peaks: Predicted peak bytes of their steps; see `peak_bytes`.
+        traffic: Their transfers by stream, messages under "recv"; see `communication`.
         ranks: The ranks that these are of.
         stands_for: For each rank, the simulated one that does the same at the same time.
     """
@@ -71,6 +71,10 @@ class Simulation:
 
     def _at(self, rank: int) -> int:
         return self.ranks.index(self.stands_for[rank])
+
+    def starts_of(self, rank: int) -> tuple[float, ...]:
+        """When a rank came to each of its instructions."""
+        return self.starts[self._at(rank)]
 
     def peak_bytes(self, rank: int) -> int:
         """Predicted peak of what a rank's step holds beside parameters and gradients."""

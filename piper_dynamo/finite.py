@@ -146,9 +146,10 @@ def _first(plan: Plan, told: Tensor) -> _Finding | None:
         for rank, (index, slot) in enumerate(told.tolist())
         if index
     ]
-    starts = plan.simulate().starts if len(found) > 1 else ()
-    key = (lambda f: (starts[f.rank][f.index], f.rank)) if starts else None
-    return min(found, key=key) if key is not None else next(iter(found), None)
+    if len(found) < 2:
+        return next(iter(found), None)
+    simulated = plan.simulate()
+    return min(found, key=lambda one: (simulated.starts_of(one.rank)[one.index], one.rank))
 
 
 def _parameter(plan: Plan, found: _Finding) -> str | None:

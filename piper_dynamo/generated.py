@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.files import written_whole
 
 
 def named(source: str, kind: str, label: str) -> str:
@@ -34,11 +35,8 @@ def named(source: str, kind: str, label: str) -> str:
     path = Path(folder).absolute() / "generated" / f"{kind}-{label}-{digest}.py"
     if not path.exists():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Renamed when it is whole: other ranks write the same.
-            begun = path.with_suffix(f".{os.getpid()}.tmp")
-            begun.write_text(source, encoding="utf-8")
-            begun.replace(path)
+            with written_whole(path) as begun:  # other ranks write the same
+                begun.write_text(source, encoding="utf-8")
         except OSError as error:
             raise PiperError(
                 format_error(

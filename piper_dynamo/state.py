@@ -164,8 +164,8 @@ def absent_output(spec: TensorSpec, label: str, owners: Sequence[int]) -> Tensor
     return value
 
 
-class Debugger(Protocol):
-    """What looks into steps: it is also the probe of the programs that they run."""
+class Dump(Protocol):
+    """What is shown tasks of a step: the probe of the program that it runs."""
 
     def watch(self, plan: Any, program: RankProgram, watch: Watch, /) -> Watch:
         """What to look at in the step that begins, beside what is looked at already."""
@@ -198,7 +198,8 @@ class StepState:
         buffers: By identity, buffers that some program changes, and the ranks that follow.
         readers: By identity, the other buffers that some program reads, and the ranks that do.
         recorder: Takes a step whose timeline is wanted, when it has ended; see `measure.recorder`.
-        debugger: Looks into steps; see `piper_dynamo.debug`.
+        dump: Is shown tasks of the next step; see `piper_dynamo.debug`.
+        stops: Before which instructions of a program a debugger is entered; None: before none.
         sync: Whether steps reduce their gradients where they may choose; see `no_sync`.
         empty: What a checkpoint is to give values, and its version without them.
         init: The option `init_fn`.
@@ -214,7 +215,8 @@ class StepState:
     outstanding: deque["Gradients"] = field(default_factory=deque)
     last: Any = None
     recorder: Callable[..., None] | None = None
-    debugger: "Debugger | None" = None
+    dump: "Dump | None" = None
+    stops: Callable[[RankProgram], frozenset[int]] | None = None
     loss: tuple[int, int] | None = None
     sync: bool = True
     buffers: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=dict)

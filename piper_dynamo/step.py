@@ -295,9 +295,10 @@ class CompiledStep(CapturedStep):
                 for value, (_, position) in zip(state_values, program.state, strict=True)
             ]
         weights, scale = self._weights(entry, state, values)
-        watch, debugger = Watch(timed=recorder is not None), state.debugger
-        if debugger is not None:
-            watch = debugger.watch(plan, program, watch)
+        stops = state.stops(program) if state.stops is not None else frozenset()
+        watch, dump = Watch(timed=recorder is not None, stops=stops), state.dump
+        if dump is not None:
+            watch = dump.watch(plan, program, watch)
         results = entry.executor.run(
             state_values,
             [values[p].detach().contiguous() for _, p in program.data],
@@ -305,7 +306,7 @@ class CompiledStep(CapturedStep):
             seed=seed,
             first_microbatch=state.data_rank * plan.dag.num_microbatches,
             watch=watch,
-            probe=debugger,
+            probe=dump,
         )
         if recorder is not None:
             recorder(entry.executor, plan.dag.chunks, plan.args)

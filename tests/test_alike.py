@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 
 import piper_dynamo as piper
 from piper_dynamo import captured
+from piper_dynamo.debug.dump import read_dump
+from piper_dynamo.debug.find import wanted
 from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.ir.alike import are_alike, replicas_of
 from piper_dynamo.ir.program import Op, RankProgram
 from piper_dynamo.ir.verify import verify
+from piper_dynamo.look.explain import explain
 from piper_dynamo.planning import Plan, make_plan
 from piper_dynamo.programs import AlikePrograms
-from tests import experts
+from tests import experts, jobs
 from tests.models import Stack4, TiedLM, rows
 
 Mutation = Callable[[RankProgram], RankProgram]
@@ -82,6 +86,7 @@ def same_job(full: Plan, alike: Plan) -> None:
     one, other = full.simulate(COSTS), alike.simulate(COSTS)
     assert one.makespan == other.makespan
     for rank in range(full.world_size):
+        assert one.starts_of(rank) == other.starts_of(rank)
         assert one.busy(rank) == other.busy(rank)
         assert one.peak_bytes(rank) == other.peak_bytes(rank)
         assert one.communication(rank) == other.communication(rank)
@@ -219,5 +224,36 @@ def test_many_ranks_are_lowered_by_the_replica() -> None:
     )
     plan = piper.plan(Stack4(2), strategy, rows(4), 64)
     assert isinstance(plan.programs, AlikePrograms)
+    assert "one replica is shown" in explain(plan, "w.1")
+    with pytest.raises(piper.PiperError, match="no task matches"):
+        wanted(plan, {"PP": 7})
+    assert set(plan.programs._replicas) == {0, 1}  # no look lowered another
+    assert explain(plan, "62").startswith("rank 62 of 64")
     assert plan.program(63).rank_program == plan.programs[-1]
     assert "# rank 63 of 64" in str(plan.program(63))
+
+
+def test_steps_of_every_replica_are_looked_into(tmp_path: Path) -> None:
+    """One is simulated: the times of all others are its own."""
+    strategy = piper.strategies.pipeline(
+        "one_f_one_b", ranks=2, num_microbatches=2, replicas=3, zero=0
+    )
+
+    def job() -> str:
+        step = piper.compile(Stack4(2), strategy, example_inputs=rows(4), nan_check="raise")
+        assert isinstance(piper.explain(step).programs, AlikePrograms)
+        piper.debug.dump(step, {}, tmp_path)
+        x, y = rows(4, piper.data_rank(step))
+        step(x, y)
+        return jobs.refusal(lambda: step(x * torch.nan, y), piper.PiperRuntimeError)
+
+    with told(alike=True):
+        texts = jobs.run_ranks(job, 6)
+    for text in texts:
+        jobs.mentions(text, "F.PP0.MB0 (stage PP=0, microbatch 0) on rank 0")
+    starts: dict[str, set[float]] = {}
+    dumped = read_dump(tmp_path)
+    for one in dumped:
+        starts.setdefault(one.task, set()).add(one.start)
+    assert {one.rank for one in dumped} == set(range(6))
+    assert all(len(times) == 1 for times in starts.values())

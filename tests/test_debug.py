@@ -403,3 +403,25 @@ def test_programs_that_are_not_looked_into_are_the_same():
     assert "probe" not in source
     assert "breakpoint" not in source
     assert sum(i.op is Op.RUN for i in plan.programs[0].instrs) == 4
+
+
+def test_a_step_is_dumped_and_stopped_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Casts of parameters have their names, too."""
+    stops: list[None] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(None))
+    half = piper.Strategy(*STRATEGIES["line"]().directives, piper.Precision({}, param="bf16"))
+
+    def job() -> None:
+        step = piper.compile(Stack4(2), half, example_inputs=rows(8))
+        debug.dump(step, {"MB": 1}, tmp_path)
+        with debug.stop_at(step, "F.PP0.MB0"), debug.stop_at(step, "F.PP1.MB1"):
+            step(*rows(8))
+        step(*rows(8))
+
+    jobs.run_ranks(job, 2)
+    assert len(stops) == 2
+    dumped = read_dump(tmp_path)
+    assert {one.task for one in dumped} == {f"{w}.PP{s}.MB1" for w in "FB" for s in (0, 1)}
+    forwards = [one for one in dumped if one.task.startswith("F")]
+    names = {name for one in forwards for name, _ in one.inputs}
+    assert names >= {"w.0", "w.1", "w.2", "w.3", "x", "y"}

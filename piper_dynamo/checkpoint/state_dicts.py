@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from piper_dynamo.checkpoint.files import MODEL, Checkpoint, model_key
 from piper_dynamo.checkpoint.job import Job, free_communicator, refuse_meta
 from piper_dynamo.checkpoint.save import values_of
+from piper_dynamo.files import written_whole
 from piper_dynamo.meeting import Meeting
 from piper_dynamo.runtime.comm import Communicator
 
@@ -106,8 +107,5 @@ def export_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLike[st
     plan = planner.create_local_plan()
     checkpoint.verify(item.storage_index for item in plan.items)
     checkpoint.read_data(planner.finish_plan(plan), planner).wait()
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.part")
-    torch.save({name: targets[model_key(first[name])] for name in shapes}, temporary)
-    temporary.replace(path)
+    with written_whole(Path(file)) as begun:
+        torch.save({name: targets[model_key(first[name])] for name in shapes}, begun)

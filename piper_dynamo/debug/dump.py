@@ -6,7 +6,6 @@ Terms: a *dump* is a folder with a file per rank, `rank-0.pt`, that `torch.load`
 Signature: a step, tasks, folder -> the next step writes a dump; folder -> its records.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from piper_dynamo.access import state_of
 from piper_dynamo.debug.find import Tasks, matching, plan_of, wanted
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.files import written_whole
 from piper_dynamo.filters import Filter
 from piper_dynamo.ir.program import Instr, Op, RankProgram, Watch
 from piper_dynamo.ir.task import TaskName
@@ -62,7 +62,8 @@ def dump(step: Any, tasks: Tasks, folder: str | Path) -> None:
     Every rank must call it, and writes `folder/rank-<its number>.pt`, replaced as a whole once the
     step has ended; where the step fails, what was seen up to then. A step whose backward comes
     later (no output is its loss) writes again after that. Values are copied to the CPU, so the step
-    takes longer and more memory.
+    takes longer and more memory. One dump is asked for at a time: a later call before the step
+    takes the place of an earlier one.
 
     Args:
         step: A compiled step that has been prepared or run.
@@ -74,7 +75,7 @@ def dump(step: Any, tasks: Tasks, folder: str | Path) -> None:
         PiperStrategyError: It is no filter.
     """
     state = state_of(step)
-    state.debugger = _Dump(state, wanted(plan_of(step), tasks), Path(folder))
+    state.dump = _Dump(state, wanted(plan_of(step), tasks), Path(folder))
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class _Dump:
 
     def watch(self, plan: Plan, program: RankProgram, watch: Watch) -> Watch:
         self.plan, self.program = plan, program
-        self.state.debugger = None  # of this step alone
+        self.state.dump = None  # of this step alone
         return replace(watch, probed=matching(program, self.tasks))
 
     def enter(self, index: int, values: Sequence[Any], bundle: Sequence[Any]) -> None:
@@ -117,7 +118,7 @@ class _Dump:
         assert self.plan is not None
         assert self.program is not None
         names = names_of(self.plan, self.program)
-        starts = self.plan.simulate().starts[self.program.rank]
+        starts = self.plan.simulate().starts_of(self.program.rank)
         rows = [
             self._row(self.program.instrs[index], names, starts[index], seen)
             for index, seen in sorted(self.seen.items())
@@ -169,7 +170,7 @@ def _kept(values: Sequence[Any]) -> list[Any]:
 
 
 def names_of(plan: Plan, program: RankProgram) -> dict[str, str]:
-    """The user's name of registers that hold a parameter, buffer or input, whole or gathered."""
+    """The user's name of registers with a parameter, buffer or input, also gathered or cast."""
     names = {reg: plan.args[p].name for reg, p in (*program.state, *program.data)}
     coming: dict[str, tuple[str, ...]] = {}
     for instr in program.instrs:
@@ -178,18 +179,15 @@ def names_of(plan: Plan, program: RankProgram) -> dict[str, str]:
         elif instr.op is Op.WAIT and instr.inputs[0] in coming:
             for made, source in zip(instr.outputs, coming[instr.inputs[0]], strict=True):
                 names[made] = names.get(source, source)
-        elif instr.op is Op.SLICE:
+        elif instr.op in (Op.SLICE, Op.CAST):
             names[instr.outputs[0]] = names.get(instr.inputs[0], instr.inputs[0])
     return names
 
 
 def _write(folder: Path, rank: int, content: dict[str, Any]) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{rank}.pt"
-        begun = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(content, begun)
-        begun.replace(path)
+        with written_whole(folder / f"rank-{rank}.pt") as begun:
+            torch.save(content, begun)
     except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
         raise PiperError(
             format_error(

@@ -83,11 +83,12 @@ def wanted(plan: Plan, tasks: Tasks) -> Filter:
     if isinstance(tasks, str):
         return Filter(_tags(find(plan, tasks).task))
     found = tasks if isinstance(tasks, Filter) else Filter(tasks)
-    if not any(matching(program, found) for program in plan.programs):
+    if not any(matching(program, found) for program in plan.distinct):
+        tasks_run = (i.task for program in plan.distinct for i in program.instrs if i.op is Op.RUN)
         raise PiperError(
             format_error(
                 f"no task matches {found!r}",
-                {"one is": next((i.task for i in plan.programs[0].instrs if i.op is Op.RUN), "-")},
+                {"one is": next(tasks_run, "-")},
                 hint="a filter asks for tags of tasks: PP, MB, PASS, ...",
             )
         )

@@ -3,41 +3,21 @@
 Signature: a step, tasks -> a context in which steps stop.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 from piper_dynamo.access import state_of
 from piper_dynamo.debug.find import Tasks, matching, plan_of, wanted
-from piper_dynamo.filters import Filter
-from piper_dynamo.ir.program import RankProgram, Watch
-
-
-@dataclass(slots=True)
-class _Stops:
-    """Stops before tasks; it is shown nothing."""
-
-    tasks: Filter
-
-    def watch(self, plan: Any, program: RankProgram, watch: Watch) -> Watch:
-        return replace(watch, stops=matching(program, self.tasks))
-
-    def enter(self, index: int, values: Sequence[Any], bundle: Sequence[Any]) -> None:
-        raise AssertionError("nothing is probed")
-
-    def leave(self, index: int, results: Sequence[Any]) -> None:
-        raise AssertionError("nothing is probed")
-
-    def finish(self) -> None:
-        """Nothing is kept."""
+from piper_dynamo.ir.program import RankProgram
 
 
 @contextmanager
 def stop_at(step: Any, tasks: Tasks) -> Iterator[None]:
     """Enter the debugger before tasks: `breakpoint()`, in the rank's program.
 
-    `step` there goes into the task's chunk, one line per operator; `up` shows the program.
+    `step` there goes into the task's chunk, one line per operator; `up` shows the program. Inside
+    of another `stop_at` steps stop at the tasks of both.
 
     Args:
         step: A compiled step that has been prepared or run.
@@ -47,9 +27,14 @@ def stop_at(step: Any, tasks: Tasks) -> Iterator[None]:
         PiperError: The plan has no such task.
         PiperStrategyError: It is no filter.
     """
-    state = state_of(step)
-    before, state.debugger = state.debugger, _Stops(wanted(plan_of(step), tasks))
+    state, found = state_of(step), wanted(plan_of(step), tasks)
+    before = state.stops
+
+    def stops(program: RankProgram) -> frozenset[int]:
+        return matching(program, found) | (before(program) if before is not None else frozenset())
+
+    state.stops = stops
     try:
         yield
     finally:
-        state.debugger = before
+        state.stops = before

@@ -127,7 +127,7 @@ def plan(
     if with_tasks:
         from piper_dynamo.summary import tasks
 
-        click.echo(f"\n{tasks(found.programs)}")
+        click.echo(f"\n{tasks(found.distinct)}")
     if rank is not None:
         click.echo(f"\n{found.program(rank)}")
     if is_json(ctx):

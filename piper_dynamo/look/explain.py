@@ -176,8 +176,9 @@ def _parameter(plan: Plan, name: str) -> str:
     size = show_bytes(arg.spec.nbytes)
     trained = "" if arg.requires_grad else ", frozen"
     lines = [f"{name}: parameter, {arg.spec}, {size}{trained}"]
-    for rank in plan.holders().get(arg.position, ()):
-        program, spec, how = plan.programs[rank], arg.spec, "whole"
+    holders = set(plan.holders().get(arg.position, ()))
+    for program in [one for one in plan.distinct if one.rank in holders]:
+        rank, spec, how = program.rank, arg.spec, "whole"
         for held in (program.experts, program.shards):
             group = dict(held).get(arg.position)
             if group:
@@ -207,6 +208,8 @@ def _parameter(plan: Plan, name: str) -> str:
             )
     if len(lines) == 1:
         lines.append("  no rank holds it: nothing uses it")
+    elif len(plan.distinct) < plan.world_size:
+        lines.append("  one replica is shown: all are alike")
     return "\n".join(lines)
 
 
@@ -232,7 +235,7 @@ def _region(task: str) -> str:
 def _rank(plan: Plan, rank: int) -> str:
     """What a rank does, in order: tasks, and what it waits for and sends."""
     program, found = plan.programs[rank], plan.simulate()
-    starts = found.starts[rank]
+    starts = found.starts_of(rank)
     rows = [
         [f"{start:g}", _doing(instr), instr.task, _size(instr)]
         for start, instr in zip(starts, program.instrs, strict=True)
