@@ -17,13 +17,7 @@ from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.options import Options
 from piper_dynamo.passes.split import data_dims
 from piper_dynamo.pending import spec_of
-from piper_dynamo.planning import (
-    Plan,
-    Template,
-    make_plan,
-    split_of,
-    template_of,
-)
+from piper_dynamo.planning import Plan, Template, make_plan, split_of, template_of
 from piper_dynamo.precision import rules_of
 from piper_dynamo.records import capacities_of, cuts_of
 from piper_dynamo.strategy import Strategy
@@ -140,7 +134,7 @@ def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:
     """A text equal for equal graphs, or None where the graph holds tensors of its own."""
     lines = [repr([(a.kind.value, a.name, a.requires_grad) for a in args])]
     lines.append(compat.autocast_state())
-    for name, module in [("", gm), *gm.named_modules()]:
+    for name, module in gm.named_modules():  # the graph itself, and those nested in it
         if not isinstance(module, fx.GraphModule):
             continue
         lines.append(name)

@@ -41,8 +41,8 @@ class Costs:
 
     Raises:
         PiperStrategyError: `comm`, `skew`, `per_value`, `call` or one of `host` is negative or not
-            finite, `bandwidth` is not above 0, a slowdown is below 1, or `of` and `chunks` are both
-            there.
+            finite, `host` names no instruction, `bandwidth` is not above 0, a slowdown is below 1,
+            or `of` and `chunks` are both there.
     """
 
     F: float = 1.0
@@ -66,6 +66,12 @@ class Costs:
         for name, time in times.items():
             if not 0 <= time < math.inf:
                 raise PiperStrategyError(f"Costs: {name} is {time!r}; give a time, 0 or above")
+        unknown = [name for name in self.host if name not in set(Op)]
+        if unknown:
+            known = ", ".join(Op)
+            raise PiperStrategyError(
+                f"Costs: host names {unknown[0]!r}, which is no instruction; there are: {known}"
+            )
         if any(not 1 <= factor < math.inf for factor in self.slowdown):
             raise PiperStrategyError(
                 f"Costs: slowdown is {self.slowdown!r}; give factors of at least 1"

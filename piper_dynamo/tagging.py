@@ -14,6 +14,7 @@ from torch import fx
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.joint import ENTRY, PREFIX
 from piper_dynamo.ir.spec import module_paths
+from piper_dynamo.ir.tags import nodes_of
 
 
 def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) -> None:
@@ -28,23 +29,22 @@ def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) ->
     """
     paths: set[str] = set()
     used: set[str] = set()
-    for graph in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
-        for node in graph.graph.nodes:
-            stack = module_paths(node)
-            paths.update(stack)
-            tags: dict[str, int] = {}
-            for path in stack:  # outermost first: deeper modules overwrite
-                matching = [p for p in regions if fnmatchcase(path, p)]
-                used.update(matching)
-                if matching:
-                    tags = dict(regions[max(matching, key=len)])
-            if not tags:
-                continue
-            custom = dict(node.meta.get("custom") or {})
-            for tag, index in tags.items():
-                if PREFIX + tag + ENTRY not in custom:
-                    custom.setdefault(PREFIX + tag, index)
-            node.meta["custom"] = custom
+    for node in nodes_of(gm):
+        stack = module_paths(node)
+        paths.update(stack)
+        tags: dict[str, int] = {}
+        for path in stack:  # outermost first: deeper modules overwrite
+            matching = [p for p in regions if fnmatchcase(path, p)]
+            used.update(matching)
+            if matching:
+                tags = dict(regions[max(matching, key=len)])
+        if not tags:
+            continue
+        custom = dict(node.meta.get("custom") or {})
+        for tag, index in tags.items():
+            if PREFIX + tag + ENTRY not in custom:
+                custom.setdefault(PREFIX + tag, index)
+        node.meta["custom"] = custom
     missing = [p for p in regions if p not in used]
     if missing:
         near = {p: difflib.get_close_matches(p, sorted(paths), n=3, cutoff=0.3) for p in missing}

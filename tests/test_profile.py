@@ -111,6 +111,7 @@ def test_rates_are_above_0(rates: tuple[float, float]) -> None:
         ({"skew": -1.0}, "skew is -1.0"),
         ({"call": math.inf}, "call is inf"),
         ({"host": {Op.SEND: -1.0}}, "host of send is -1.0"),
+        ({"host": {"sned": 1.0}}, "host names 'sned'"),
         ({"slowdown": (1.0, 0.5)}, "give factors of at least 1"),
         ({"chunks": {}, "of": lambda name: 1.0}, "give one"),
     ],
@@ -216,6 +217,8 @@ def test_a_profile_is_written_and_read(line: piper.Plan, tmp_path) -> None:
     found.save(tmp_path / "profile.json")
     assert piper.Profile.load(tmp_path / "profile.json") == found
     assert "x 1.00, 1.50" in str(found)
+    with pytest.raises(PiperError, match="the profile cannot be written"):
+        found.save(tmp_path / "none" / "profile.json")
 
 
 def broken(change) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,24 @@ def test_more_stages_than_modules_are_refused() -> None:
         piper.auto_stages(Net(), batch(), 5)
 
 
-def test_stages_of_a_model_that_says_its_own_are_refused() -> None:
-    with pytest.raises(PiperStrategyError, match="says itself what its stages are"):
-        piper.auto_stages(Stack4(2), rows(4), 2)
+class Entries(nn.Module):
+    """Its stages are numbered in order of entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("PP"):
+                x = torch.tanh(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("model", [lambda: Stack4(2), Entries])
+def test_stages_of_a_model_that_says_its_own_are_refused(model: Callable[[], nn.Module]) -> None:
+    with pytest.raises(PiperStrategyError, match=r"says itself what its stages are\s+stages  2"):
+        piper.auto_stages(model(), rows(4), 2)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
@@ -202,10 +218,12 @@ def test_what_is_refused_says_why() -> None:
 
 def test_memory_counts_state_and_step() -> None:
     strategy = piper.strategies.pipeline("gpipe", ranks=2, num_microbatches=2)
-    plan = piper.plan(Stack4(2), strategy, rows(4))
+    model = Stack4(2)
+    model.w[0].requires_grad_(False)
+    plan = piper.plan(model, strategy, rows(4))
     found, without = memory_by_rank(plan), memory_by_rank(plan, optimizer=0)
     own = 2 * 16 * 8  # two matrices of 16 numbers in float64
-    assert [found[r] - without[r] for r in range(2)] == [2 * own] * 2
+    assert [found[r] - without[r] for r in range(2)] == [own, 2 * own]  # one is frozen
     assert [without[r] - own for r in range(2)] == [p.peak_bytes for p in plan.programs]
 
 
@@ -390,6 +408,8 @@ def test_options_narrow_the_search_of_a_built_in_model() -> None:
         ((*RATES, "--ranks", 2), "uses --devices"),
         ((*RATES, "--memory", "much"), "write it as 4GiB"),
         ((*RATES, "--keep", "step"), "--keep: a search does not take this"),
+        ((*RATES, "--recompute", "full"), "--recompute: a search does not take this"),
+        ((*RATES, "--precision", "bf16"), "--precision: a search does not take this"),
         ((*RATES, "--dp", 3), "--dp 3 does not divide --devices 2"),
         ((*RATES, "--dp", 2, "--pp", 2), "do not come to --devices 2"),
     ],

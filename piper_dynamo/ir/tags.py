@@ -6,7 +6,9 @@ Signature: nodes -> the tags of each.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 
+from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError, format_error
@@ -21,6 +23,19 @@ def tags_of(node: Node) -> dict[str, int]:
         for key, value in custom.items()
         if key.startswith(PREFIX) and isinstance(value, int) and key != OUTPUT_COPY
     }
+
+
+def nodes_of(gm: fx.GraphModule) -> Iterator[Node]:
+    """The nodes of Dynamo's graph, and of the graphs nested in it (checkpoints)."""
+    for graph in gm.modules():
+        if isinstance(graph, fx.GraphModule):
+            yield from graph.graph.nodes
+
+
+def indices_of(gm: fx.GraphModule, tag: str) -> set[int]:
+    """The values of a tag in Dynamo's graph; of entries, their fresh numbers."""
+    found = (tags_of(node) for node in nodes_of(gm))
+    return {tags[key] for tags in found for key in (tag, tag + ENTRY) if key in tags}
 
 
 def number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, int]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing torch's compiler takes seconds
 
 # Options of a training job that narrow a search; others say how, which the search decides.
 NARROWING = ("pp", "dp", "schedule", "microbatches", "zero")
-_DECIDED = ("ep", "bucket_mb", "prefetch", "keep", "capacity")
+_DECIDED = ("ep", "bucket_mb", "prefetch", "keep", "capacity", "recompute", "precision")
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -39,8 +39,13 @@ def profile(ctx: click.Context, target: "Target", ranks: int | None, out: str) -
     `piper plot --costs-from` and `piper search --profile` take what it writes. The machine should
     be idle. TARGET is as for `piper plan`; --ranks says how many processes will share the machine.
     """
+    from pathlib import Path
+
+    from piper_dynamo.look.target import Misuse
     from piper_dynamo.predict.measuring import profile as measured
 
+    if not Path(out).absolute().parent.is_dir():  # said before it is measured
+        raise Misuse(f"{out} cannot be written: there is no such folder")
     model = target.model()
     found = measured(model, target.strategy, target.inputs(), ranks=ranks, compile=target.compile)
     found.save(out)
@@ -113,7 +118,10 @@ def search(  # noqa: PLR0913  (an option each)
         found.plot(out)
         click.echo(f"wrote {out}")
     if strategy_to is not None and found.best:
-        Path(strategy_to).write_text(found.best[0].strategy.to_json(), encoding="utf-8")
+        try:
+            Path(strategy_to).write_text(found.best[0].strategy.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise Misuse(f"{strategy_to} cannot be written: {error}") from error
         click.echo(f"wrote {strategy_to}")
     if is_json(ctx):
         show_json(ctx, is_fine=bool(found.best), **found.to_dict())

@@ -111,7 +111,8 @@ class Search:
             path: .png or .svg.
 
         Raises:
-            PiperError: The suffix is another, or there is nothing to draw.
+            PiperError: The suffix is another, there is nothing to draw, or the file cannot be
+                written.
         """
         from matplotlib.figure import Figure
 
@@ -133,7 +134,10 @@ class Search:
         if self.memory is not None:
             memories.axvline(self.memory / 2**20, color="#ee6677")
         times.invert_yaxis()
-        figure.savefig(path)
+        try:
+            figure.savefig(path)
+        except OSError as error:
+            raise PiperError(f"a search cannot be drawn to {path}: {error}") from error
 
 
 def _short(dropped: Dropped) -> str:

@@ -122,8 +122,15 @@ class Profile:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write it to a file.
+
+        Raises:
+            PiperError: It cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PiperError(f"the profile cannot be written: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":

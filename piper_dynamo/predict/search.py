@@ -20,26 +20,26 @@ from piper_dynamo.api import look
 from piper_dynamo.captured import Call
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError, PiperStrategyError, format_error
+from piper_dynamo.footprint import held_before
 from piper_dynamo.ir.chunk import Chunk
-from piper_dynamo.ir.joint import ENTRY, PREFIX, ArgKind
+from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.tags import indices_of, nodes_of
 from piper_dynamo.ir.task import Pass
 from piper_dynamo.passes.split import data_dims
 from piper_dynamo.planning import Plan, Template, split_of
-from piper_dynamo.predict.bounds import chunks_of, lower_bound
+from piper_dynamo.predict.bounds import EXPERTS, STAGE, chunks_of, lower_bound
 from piper_dynamo.predict.found import Dropped, Found, Search
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.space import Choice, Regions, Space
-from piper_dynamo.predict.stages import flops_by_node, own_stages, regions_of
+from piper_dynamo.predict.stages import flops_by_node, regions_of
 from piper_dynamo.schedules import SCHEDULES, Shape
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy
-from piper_dynamo.summary import facts
 from piper_dynamo.tagging import tag_by_path
 
 SMALL = 48  # so many choices are all planned
 SHOW_AFTER_S = 2.0
 ADAMW = 2.0  # bytes of optimizer state per byte of parameter
-EXPERTS = PREFIX + "EP"
 
 CostsOf: TypeAlias = Costs | Profile | Callable[[Mapping[str, Chunk]], Costs]
 
@@ -74,7 +74,8 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
             function of chunks, as `lambda chunks: piper.Costs.roofline(chunks, ...)`.
         memory: Bytes that a rank may hold: parameters, gradients, optimizer state, buffers and
             what a step needs beside them; None: any number.
-        optimizer: Bytes of optimizer state per byte of parameters that a rank steps; AdamW has 2.
+        optimizer: Bytes of optimizer state per byte of parameters that a rank steps (frozen ones
+            have none); AdamW has 2.
         schedules: The pipeline schedules to choose from.
         pp: The numbers of pipeline ranks to choose from; None: all divisors of `devices`.
         microbatches: Per replica, to choose from; None: all divisors of its rows.
@@ -173,16 +174,14 @@ class _Job:
         now = look(model, wanted, inputs, 1, capture=True, compile=compile)
         self._step, self._call = now.steps[-1], now.calls[-1]
         self._costs, self._optimizer, self._loss = costs, optimizer, loss
-        self._own = own_stages(self._step.graph)
+        self._own = len(indices_of(self._step.graph, STAGE))
         self._flops = flops_by_node(self._step.graph, self._call)
         self._dims = data_dims(self._call.args, split_of(wanted))
         self._known: dict[int, tuple[Template, Costs]] = {}
         specs = {arg.position: arg.spec for arg in self._call.args}
         sizes = [s.shape[d] for p, d in self._dims.items() if (s := specs[p]) is not None]
         self.rows = sizes[0] if sizes else 1
-        self.has_experts = any(
-            EXPERTS in tag or EXPERTS + ENTRY in tag for tag in _tags(self._step.graph)
-        )
+        self.has_experts = bool(indices_of(self._step.graph, EXPERTS))
 
     def regions(self, stages: int) -> Regions | None:
         """The regions of so many stages; None where the model's annotations say them.
@@ -256,13 +255,13 @@ def memory_by_rank(plan: Plan, optimizer: float = ADAMW) -> dict[int, int]:
 
     Args:
         plan: The plan; of replicas that are alike one is looked at.
-        optimizer: Bytes of optimizer state per byte of parameters.
+        optimizer: Bytes of optimizer state per byte of parameters that are trained.
     """
     found = {}
     for program in plan.distinct:
-        one = facts(program, plan.args)
-        held = one.parameters + one.sharded
-        found[program.rank] = round(held * (1 + optimizer)) + one.buffers + one.step_peak
+        parameters, buffers, trained = held_before(program, plan.args, optimizer=1)
+        state = parameters + round(trained * optimizer) + buffers
+        found[program.rank] = state + program.peak_bytes
     return found
 
 
@@ -272,19 +271,10 @@ def _splits(strategy: Strategy) -> bool:
     return any(task.tags.get("PASS") in (Pass.BI.value, Pass.BW.value) for task in tasks)
 
 
-def _graphs(graph: fx.GraphModule) -> list[fx.GraphModule]:
-    return [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
-
-
-def _tags(graph: fx.GraphModule) -> Iterator[Mapping[str, Any]]:
-    for one in _graphs(graph):
-        yield from (node.meta.get("custom") or {} for node in one.graph.nodes)
-
-
 @contextmanager
 def _tagged(graph: fx.GraphModule, regions: Regions | None) -> Iterator[None]:
     """While the graph is looked at, it has the tags of the regions."""
-    nodes = [node for one in _graphs(graph) for node in one.graph.nodes]
+    nodes = list(nodes_of(graph))
     before = [node.meta.get("custom") for node in nodes]
     try:
         if regions:

@@ -18,12 +18,12 @@ from piper_dynamo.api import look
 from piper_dynamo.capture import fake_args
 from piper_dynamo.captured import Call
 from piper_dynamo.errors import PiperStrategyError, format_error
-from piper_dynamo.ir.joint import PREFIX
 from piper_dynamo.ir.spec import module_paths
+from piper_dynamo.ir.tags import indices_of
 from piper_dynamo.strategy import Strategy
+from piper_dynamo.values import is_whole
 
 Unit = tuple[str, int]  # a module's path, and the FLOPs of its forward
-STAGE = PREFIX + "PP"
 
 
 def auto_stages(
@@ -47,26 +47,20 @@ def auto_stages(
         PiperStrategyError: The model has its own stages, or too few modules.
         PiperError: The model or the inputs are refused.
     """
-    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
+    if not is_whole(num_stages) or num_stages < 1:
         raise PiperStrategyError(f"auto_stages: num_stages is {num_stages!r}; give a number >= 1")
     now = look(model, Strategy(), example_inputs, 1, capture=True)
     graph = now.steps[-1].graph
-    if own_stages(graph):
+    own = indices_of(graph, "PP")
+    if own:
         raise PiperStrategyError(
             format_error(
                 "the model says itself what its stages are",
-                {"stages": own_stages(graph)},
+                {"stages": len(own)},
                 hint="take its annotations of PP out of forward, or do without auto_stages",
             )
         )
     return regions_of(flops_by_node(graph, now.calls[-1]), num_stages)
-
-
-def own_stages(graph: fx.GraphModule) -> int:
-    """How many stages a model's own annotations name."""
-    graphs = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
-    tags = [node.meta.get("custom") or {} for one in graphs for node in one.graph.nodes]
-    return len({tag[STAGE] for tag in tags if STAGE in tag})
 
 
 def flops_by_node(graph: fx.GraphModule, call: Call) -> list[tuple[list[str], int]]:
