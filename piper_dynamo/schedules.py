@@ -8,8 +8,11 @@ and p-1-s, and the placement says where each stage is for the first half. Below,
 device groups, here called ranks, r one of them, m the number of microbatches, v the number of
 stages on a rank.
 
-Each schedule is `(placement, num_microbatches) -> list[Order]`, one Order per rank. It runs every
-task once, and on each stage of a rank in the order of microbatches. *Idle* is the makespan less a
+Each schedule is `(placement, num_microbatches) -> list[Order]`: of the devices of each stage, such
+as `{0: [0], 1: [1]}` of a line, `{0: [0], 1: [1], 2: [0], 3: [1]}` of a loop and `{0: [0], 1: [1],
+2: [1], 3: [0]}` of a V, and of how many microbatches the batch is split into, one Order per rank.
+What it does not take is refused with a PiperStrategyError (`stages_by_rank`). It runs every task
+once, and on each stage of a rank in the order of microbatches. *Idle* is the makespan less a
 rank's own work, with F, I, W the times of a rank's whole share of one microbatch (forward, input
 gradient, weight gradient) and free communication; *memory* counts a rank's share of one
 microbatch's activations.
@@ -51,18 +54,8 @@ def gpipe(placement: Placement, num_microbatches: int) -> list[Order]:
     Idle: (p-1)(F+I+W) on a line, 1/v of that on a loop if m >= p. Memory: m microbatches.
     Least number of microbatches: 1. Any placement.
     Source: Huang et al., GPipe, arXiv 1811.06965; on a loop it is breadth-first, arXiv 2211.05953.
-
-    Args:
-        placement: Devices of each stage, `{0: [0], 1: [1]}`.
-        num_microbatches: How many microbatches the batch is split into.
-
-    Returns:
-        One Order per rank.
-
-    Raises:
-        PiperStrategyError: The placement or the number of microbatches is not allowed.
     """
-    ranks = _ranks("gpipe", placement, num_microbatches, None)
+    ranks = stages_by_rank("gpipe", placement, num_microbatches)
     micro = range(num_microbatches)
     return [
         Order(
@@ -79,18 +72,8 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
     Idle: (p-1)(F+I+W). Memory: min(m, p-r) microbatches.
     Least number of microbatches: 1. Placement: a line.
     Source: Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
-
-    Args:
-        placement: Devices of each stage, `{0: [0], 1: [1]}`.
-        num_microbatches: How many microbatches the batch is split into.
-
-    Returns:
-        One Order per rank.
-
-    Raises:
-        PiperStrategyError: The placement or the number of microbatches is not allowed.
     """
-    ranks = _ranks("one_f_one_b", placement, num_microbatches, Shape.LINE)
+    ranks = stages_by_rank("one_f_one_b", placement, num_microbatches)
 
     def tasks(r: int) -> Iterator[_Group]:
         run = _Stages([r], num_microbatches)
@@ -107,31 +90,10 @@ def interleaved_1f1b(placement: Placement, num_microbatches: int) -> list[Order]
     Least number of microbatches: 1; the number of rounds, max(1, m // p), must divide it, which it
     does for any m below 2p and any multiple of p. Placement: a loop, v at least 2.
     Source: Narayanan et al., Megatron-LM, arXiv 2104.04473; rounds as torch's pipelining has them.
-
-    Args:
-        placement: Devices of each stage, `{0: [0], 1: [1], 2: [0], 3: [1]}`.
-        num_microbatches: How many microbatches the batch is split into.
-
-    Returns:
-        One Order per rank.
-
-    Raises:
-        PiperStrategyError: The placement or the number of microbatches is not allowed.
     """
-    ranks = _ranks("interleaved_1f1b", placement, num_microbatches, Shape.LOOP)
+    ranks = stages_by_rank("interleaved_1f1b", placement, num_microbatches)
     p, v, m = len(ranks), len(ranks[0]), num_microbatches
-    rounds = max(1, m // p)
-    if m % rounds:
-        faults = Faults("piper.schedules.interleaved_1f1b", user_line())
-        near = [n for n in range(1, 2 * m) if n % max(1, n // p) == 0]
-        below, above = max(n for n in near if n < m), min(n for n in near if n > m)
-        faults.add(
-            "num_microbatches",
-            m,
-            f"{rounds} rounds of {p} ranks do not divide it; {below} or {above} do",
-        )
-        faults.check()
-    per_round = m // rounds
+    per_round = m // max(1, m // p)
     chunk = [(step // per_round) % v for step in range(m * v)]  # of the step-th forward
 
     def tasks(r: int) -> Iterator[_Group]:
@@ -153,25 +115,14 @@ def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
     Memory: min(m, p-r) microbatches, and what the weight gradients of r more need.
     Least number of microbatches: 1. Placement: a line.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 (ZB-H1).
-
-    Args:
-        placement: Devices of each stage, `{0: [0], 1: [1]}`.
-        num_microbatches: How many microbatches the batch is split into.
-
-    Returns:
-        One Order per rank.
-
-    Raises:
-        PiperStrategyError: The placement or the number of microbatches is not allowed.
     """
-    ranks = _ranks("zb_h1", placement, num_microbatches, Shape.LINE)
+    ranks = stages_by_rank("zb_h1", placement, num_microbatches)
 
     def tasks(r: int) -> Iterator[_Group]:
         run = _Stages([r], num_microbatches)
         yield from run.repeat(len(ranks) - r, "F0")
-        yield from run.repeat(
-            min(r, num_microbatches), "I0 F0"
-        )  # each rank delays BW by its number
+        # Each rank delays BW by its number.
+        yield from run.repeat(min(r, num_microbatches), "I0 F0")
         yield from run.repeat(num_microbatches - r, "I0 W0 F0")
         yield from run.repeat(r, "W0")
 
@@ -186,18 +137,8 @@ def zbv(placement: Placement, num_microbatches: int) -> list[Order]:
     Placement: a V.
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362; ZB-V in
     arXiv 2401.10241.
-
-    Args:
-        placement: Devices of each stage, `{0: [0], 1: [1], 2: [1], 3: [0]}`.
-        num_microbatches: How many microbatches the batch is split into.
-
-    Returns:
-        One Order per rank.
-
-    Raises:
-        PiperStrategyError: The placement or the number of microbatches is not allowed.
     """
-    ranks = _ranks("zbv", placement, num_microbatches, Shape.VEE)
+    ranks = stages_by_rank("zbv", placement, num_microbatches)
     p = len(ranks)
     n = max(2 * p - 1, num_microbatches)
 
@@ -224,24 +165,9 @@ def dualpipev(placement: Placement, num_microbatches: int) -> list[Order]:
     Idle: without interleaving, (p-1)F/2 at F=I=W. Memory: p + 1/2 microbatches.
     Least number of microbatches: 2p. Placement: a V.
     Source: DeepSeek-AI, DualPipe (the 8 steps of DualPipeV); V by Sea AI Lab, arXiv 2405.15362.
-
-    Args:
-        placement: Devices of each stage, `{0: [0], 1: [1], 2: [1], 3: [0]}`.
-        num_microbatches: How many microbatches the batch is split into.
-
-    Returns:
-        One Order per rank.
-
-    Raises:
-        PiperStrategyError: The placement or the number of microbatches is not allowed.
     """
-    ranks = _ranks("dualpipev", placement, num_microbatches, Shape.VEE)
+    ranks = stages_by_rank("dualpipev", placement, num_microbatches)
     p, m = len(ranks), num_microbatches
-    if m < 2 * p:
-        faults = Faults("piper.schedules.dualpipev", user_line())
-        faults.whole("num_microbatches", m, 2 * p, f"{p} ranks need that many; zbv needs only one")
-        faults.check()
-
     return [Order(list(_eight_steps(_Stages(ranks[r], m), r, p, m))) for r in range(p)]
 
 
@@ -256,28 +182,9 @@ def dualpipe(placement: Placement, num_microbatches: int) -> list[Order]:
     gradients of two stages.
     Least number of microbatches: 2p, an even number. Placement: a two-way line, p even.
     Source: DeepSeek-AI, DualPipe (its 8 steps), in DeepSeek-V3, arXiv 2412.19437.
-
-    Args:
-        placement: Devices of each stage for the first half, `{0: [0], 1: [1]}`; for the second half
-            stage s is on those of stage p-1-s.
-        num_microbatches: How many microbatches the batch is split into.
-
-    Returns:
-        One Order per rank.
-
-    Raises:
-        PiperStrategyError: The placement or the number of microbatches is not allowed.
     """
-    ranks = _ranks("dualpipe", placement, num_microbatches, Shape.TWO_WAY)
+    ranks = stages_by_rank("dualpipe", placement, num_microbatches)
     p, m = len(ranks), num_microbatches
-    faults = Faults("piper.schedules.dualpipe", user_line())
-    if m < 2 * p:
-        faults.whole(
-            "num_microbatches", m, 2 * p, f"{p} ranks need that many; zb_h1 needs only one"
-        )
-    if m % 2:
-        faults.add("num_microbatches", m, "must be even: each direction takes half of them")
-    faults.check()
 
     def tasks(r: int) -> Iterator[_Group]:
         # The ranks of the second half are the first half's mirror image, directions and all.
@@ -378,13 +285,16 @@ class _Stages:
         return self.now(_PASSES[word[0]], chunk)
 
 
-def _ranks(
-    name: str, placement: Any, num_microbatches: Any, shape: Shape | None
-) -> list[list[int]]:
-    """The stages of each rank, ranks in the order of their first stage.
+def stages_by_rank(name: str, placement: Any, num_microbatches: Any) -> list[list[int]]:
+    """The stages of each rank, ranks in the order of their first stage, if a schedule takes these.
+
+    Args:
+        name: The schedule's, in `SCHEDULES`.
+        placement: Devices of each stage.
+        num_microbatches: How many microbatches the batch is split into.
 
     Raises:
-        PiperStrategyError: Lists everything that is wrong with the arguments.
+        PiperStrategyError: Lists what is wrong with the arguments.
     """
     faults = Faults(f"piper.schedules.{name}", user_line())
     faults.whole("num_microbatches", num_microbatches, 1)
@@ -406,11 +316,33 @@ def _ranks(
             "placement", placement, "two stages share some devices; let them share all or none"
         )
         faults.check()
-    ranks = list(groups.values())
+    ranks, shape = list(groups.values()), SCHEDULES[name][1]
     if shape is not None and ranks != _expected(shape, count, len(ranks)):
         faults.add("placement", placement, _NEEDS[shape])
         faults.check()
+    _check_microbatches(name, len(ranks), num_microbatches, faults)
+    faults.check()
     return ranks
+
+
+def _check_microbatches(name: str, p: int, m: int, faults: Faults) -> None:
+    """How many microbatches some schedules need on p ranks."""
+    if name in ("dualpipev", "dualpipe") and m < 2 * p:
+        other = "zbv" if name == "dualpipev" else "zb_h1"
+        faults.whole(
+            "num_microbatches", m, 2 * p, f"{p} ranks need that many; {other} needs only one"
+        )
+    if name == "dualpipe" and m % 2:
+        faults.add("num_microbatches", m, "must be even: each direction takes half of them")
+    rounds = max(1, m // p)
+    if name == "interleaved_1f1b" and m % rounds:
+        near = [n for n in range(1, 2 * m) if n % max(1, n // p) == 0]
+        below, above = max(n for n in near if n < m), min(n for n in near if n > m)
+        faults.add(
+            "num_microbatches",
+            m,
+            f"{rounds} rounds of {p} ranks do not divide it; {below} or {above} do",
+        )
 
 
 _NEEDS = {

@@ -19,7 +19,7 @@ from piper_dynamo.directives import (
     Split,
 )
 from piper_dynamo.mesh import Mesh
-from piper_dynamo.schedules import SCHEDULES, Shape
+from piper_dynamo.schedules import SCHEDULES, Shape, stages_by_rank
 from piper_dynamo.strategy import LossPath, Strategy
 from piper_dynamo.values import Faults, is_whole, user_line
 
@@ -92,7 +92,7 @@ def places(
     faults = Faults("piper.strategies.places", user_line())
     shape = _shape(schedule, faults)
     faults.check()
-    SCHEDULES[schedule][0](placement, num_microbatches)  # refuses what it does not take
+    stages_by_rank(schedule, placement, num_microbatches)
     if shape is not Shape.TWO_WAY:
         return [Place({"PP": stage}, devices=group) for stage, group in placement.items()]
     half, last = num_microbatches // 2, len(placement) - 1
