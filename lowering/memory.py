@@ -3,7 +3,7 @@
 Terms: a *block* is one allocation; views, bundles and registers share blocks and a block lives as
 long as any of them. Its *category* says what it is for: a gradient that the step ends with, or a
 sum on the way there; an activation, which is all else that tasks make or get; a parameter made
-whole; or room for what is on its way, until that is waited for.
+whole, or cast; or room for what is on its way, until that is waited for.
 
 Signature: draft -> draft with frees; program -> its peak bytes.
 """
@@ -83,6 +83,8 @@ def held_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[He
     history: list[Held] = []
     gradients = _gradients(program)
 
+    parameters = {reg for reg, _ in program.state}
+
     def category(reg: str) -> int:
         return GRADIENT if reg in gradients else ACTIVATION
 
@@ -119,8 +121,9 @@ def held_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[He
         elif instr.op is Op.ACCUMULATE or (instr.op is Op.SLICE and instr.nbytes == (0,)):
             put(instr.outputs[0], list(held[instr.inputs[0]]))
         else:
+            is_cast = instr.op is Op.CAST and instr.inputs[0] in parameters
             for reg, nbytes in zip(instr.outputs, instr.nbytes, strict=True):
-                put(reg, [blocks.new(nbytes, category(reg))])
+                put(reg, [blocks.new(nbytes, GATHERED if is_cast else category(reg))])
         history.append(tuple(blocks.now))
     return history
 
@@ -131,7 +134,7 @@ def _gradients(program: RankProgram) -> set[str]:
     for instr in reversed(program.instrs):
         if instr.op is Op.ACCUMULATE:
             found |= {*instr.outputs, *instr.inputs}
-        elif instr.op in REDUCTIONS or instr.op in (Op.WAIT, Op.ADD):
+        elif instr.op in REDUCTIONS or instr.op in (Op.WAIT, Op.ADD, Op.CAST):
             if found & set(instr.outputs):
                 found |= set(instr.inputs)
         elif instr.op is Op.RUN:

@@ -104,8 +104,9 @@ class MinCut:
         self, plain: Halves, bare: Halves, held: AbstractSet[Node], most: int
     ) -> frozenset[Node]:
         """What stays of what is kept unasked, beside what is kept in any case."""
-        values = [n for n in plain.kept if n.op == "call_function" and n not in bare.kept]
-        return frozenset(recompute.choose(values, {*bare.kept, *held}, most))
+        always = {*bare.kept, *held}
+        values = [n for n in plain.kept if n.op == "call_function" and n not in always]
+        return frozenset(recompute.choose(values, always, most))
 
     def _cut(
         self,

@@ -240,8 +240,13 @@ def _check_tasks(table: Table, num_stages: int, faults: list[str]) -> None:
                 faults.append(f"row {rank}: {one} comes twice")
             at.setdefault(one, number)
     micro = {one.micro for one in at if one.kind in COMPUTE}
+    if micro != set(range(len(micro))):
+        faults.append(
+            f"its microbatches are {sorted(micro)[:_MOST]}; they must be 0 to {len(micro) - 1}"
+        )
+        return
     for stage in range(num_stages):
-        for mb in range(max(micro, default=0) + 1):
+        for mb in range(len(micro)):
             forward, whole, halves = (
                 [Action(stage, kind, mb) for kind in kinds if Action(stage, kind, mb) in at]
                 for kinds in ("F", "B", "IW")

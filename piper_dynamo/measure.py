@@ -22,6 +22,8 @@ from piper_dynamo.pictures import read_chrome_trace
 from piper_dynamo.runtime.executor import Executor
 from piper_dynamo.timeline import COLLECTIVE_LOOKS, COMPUTE, Event, Message, Timeline
 
+PREDICTED_FROM_RUN = "predicted, from the mean time of each task"  # heading of a picture
+
 Take = Callable[[Executor, Mapping[str, Chunk], Sequence[Arg]], None]
 
 

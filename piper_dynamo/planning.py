@@ -32,7 +32,7 @@ from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.memory import held_over_time, memory_curve
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
-from piper_dynamo.measure import measured_costs, measured_step
+from piper_dynamo.measure import PREDICTED_FROM_RUN, measured_costs, measured_step
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Bound, set_capacities
 from piper_dynamo.passes.cast import Cast
@@ -239,12 +239,12 @@ class Plan:
             run: A run folder, whose measured step is drawn below the predicted one.
             optimizer: Whose state is drawn with what ranks hold, as in `memory`.
         """
-        timelines = {}
+        heading, timelines = "predicted", {}
         if run is not None:
             unit, measured = "s", measured_step(run, self.programs)
             timelines = {"measured": measured}
-            costs = costs or measured_costs(measured)
-        heading = "predicted, from the mean time of each task" if run and costs else "predicted"
+            if costs is None:
+                heading, costs = PREDICTED_FROM_RUN, measured_costs(measured)
         predicted = {heading: self.timeline(costs, optimizer=optimizer)}
         save(predicted | timelines, path, unit=unit)
 

@@ -174,6 +174,7 @@ def test_what_is_no_action_is_refused(cell: str):
         (GOOD.replace("1B1", "1W1,1I1"), "1F1 before 1W1 before 1I1 cannot be"),
         (GOOD.replace("0F1", "0F0"), "row 0: 0F0 comes twice"),
         (GOOD.replace("0F1", "0F2"), "0F1 is missing"),
+        (GOOD.replace("0F1", "0F999999999"), "microbatches are [0, 1, 999999999]; they must be 0"),
         (GOOD.replace("1F1", "0F1"), "row 1: 0F1: stage 0 is on row 0, too"),
         (GOOD.replace("1", "2").replace("2F2", "2F1"), "its stages are"),
         ("0B0,0F0\n1F0,1B0\n", "0B0 before 0F0 cannot be"),

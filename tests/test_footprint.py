@@ -71,6 +71,20 @@ def test_gathered_parameters_come_and_go():
     assert whole[-1]["gradients"] == 2 * sharded[-1]["gradients"] == 4 * WEIGHT
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_casts_are_of_parameters_and_of_gradients(microbatches: int):
+    half = piper.Precision({}, param="bf16")
+    line = jobs.strategy(LINE2, microbatches, "gpipe")
+    plan = piper.plan(Stack4(2), piper.Strategy(*line.directives, half), rows(8))
+    program = plan.programs[0]
+    history = [named(held) for held in held_over_time(program, plan.chunks)]
+    casts = [i for i, instr in enumerate(program.instrs) if instr.op is Op.CAST]
+    assert history[casts[1]].get("activations", 0) == 0
+    assert max(one.get("gathered parameters", 0) for one in history) == 2 * WEIGHT // 4
+    assert history[-1]["gradients"] == 2 * WEIGHT
+    assert history[casts[2]]["gradients"] >= WEIGHT // 4 + WEIGHT  # a chunk's, and its cast
+
+
 def test_parts_of_a_tied_parameter_are_gradients():
     plan = piper.plan(TiedLM(), jobs.strategy(LINE2, 2, "one_f_one_b"), TiedLM.batch())
     nbytes = 11 * 4 * 8

@@ -177,6 +177,8 @@ def test_measured_below_predicted(tmp_path: Path):
     text = (tmp_path / "both.svg").read_text()
     for heading in ("predicted, from the mean time of each task · 16 s", "measured · 16 s"):
         assert f"<!-- {heading} -->" in text
+    found.plot(tmp_path / "both.svg", piper.Costs(), run=tmp_path)
+    assert "from the mean time" not in (tmp_path / "both.svg").read_text()
 
 
 def test_refuses_a_run_of_another_plan(tmp_path: Path):

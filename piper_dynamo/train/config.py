@@ -151,7 +151,7 @@ class Config:
         ]
 
     def _shape_faults(self) -> list[str]:
-        faults = [*self._replica_faults(), *self._expert_faults()]
+        faults = [*self._replica_faults(), *self._expert_faults(), *self._precision_faults()]
         if self.ranks not in (None, self.world):
             asked = " x ".join([f"--pp {self.pp}", *self._replica_axes()])
             faults.append(
@@ -181,7 +181,7 @@ class Config:
             faults += self._schedule_faults()
         return faults
 
-    def _checkpoint_faults(self) -> list[str]:
+    def _precision_faults(self) -> list[str]:
         faults = []
         if self.precision is not None and self.compare:
             faults.append(
@@ -193,6 +193,10 @@ class Config:
                 "--precision fp16 finds its loss scale by steps that overflow, at which "
                 "--nan-check raise stops; give --nan-check skip"
             )
+        return faults
+
+    def _checkpoint_faults(self) -> list[str]:
+        faults = []
         if self.resume is not None and self.compare:
             faults.append("--compare is about a run's first steps; leave it out with --resume")
         if self._changed("keep_last") and not self.save_every:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from piper_dynamo.errors import PiperError, format_error
-from piper_dynamo.measure import measured_costs
+from piper_dynamo.measure import PREDICTED_FROM_RUN, measured_costs
 from piper_dynamo.pictures import save, to_chrome_trace
 from piper_dynamo.planning import Plan
 from piper_dynamo.timeline import Timeline
@@ -190,7 +190,7 @@ class RunFolder:
             return
         step, plan, measured = self._recorded
         predicted = plan.timeline(measured_costs(measured))
-        shown = {"predicted, from the mean time of each task": predicted, "measured": measured}
+        shown = {PREDICTED_FROM_RUN: predicted, "measured": measured}
         for name in ("timeline.png", "timeline.html"):
             save(shown, self.path / name, unit="s", title=f"step {step}")
         to_chrome_trace(measured, self.path / "trace.json")
