@@ -23,8 +23,8 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow test-torch fuzz bench-pipeline bench-zero bench-experts \
-	bench-plan bench-predict bench-init bench-state \
+.PHONY: help env train test test-slow test-torch fuzz fuzz-train bench-pipeline bench-zero \
+	bench-experts bench-plan bench-predict bench-init bench-state \
 	lint format docs clean
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test-slow   the wide sweeps"
 	@echo "make test-torch TORCH=2.11.0   the tests with another torch, in an environment of its own"
 	@echo "make fuzz    random jobs and wrong programs (ARGS='--plans 1000 --seed 7')"
+	@echo "make fuzz-train   random trainings beside one process (ARGS='--trainings 1000 --seed 7')"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"
@@ -82,6 +83,9 @@ test-slow: $(READY)
 
 fuzz: $(READY)
 	$(PY) -m tests.fuzz $(ARGS)
+
+fuzz-train: $(READY)
+	$(PY) -m tests.fuzz_train $(ARGS)
 
 bench-pipeline: $(READY)
 	$(PY) -m benchmarks.pipeline $(ARGS)

@@ -27,7 +27,9 @@ from piper_dynamo.costs import Costs
 from piper_dynamo.ir.program import Op
 from piper_dynamo.lowering.memory import bytes_over_time
 from piper_dynamo.planning import Plan
-from tests.drawn import Job, compare, drawn_jobs, reference, trained
+from tests import trial
+from tests.drawing import drawn_jobs
+from tests.drawn import Job
 from tests.mutants import judge, mutants
 
 MOST_RANKS = 6  # of a job that is trained: each is a thread that captures and compiles
@@ -86,20 +88,12 @@ def check_mutants(job: Job, plan: Plan, count: int, draw: Random, tally: Tally) 
 
 def check_training(job: Job, tally: Tally) -> None:
     """The job's ranks learn what one process does."""
-    one_process_can = job.sync and not job.has("dropout")
-    if job.world > MOST_RANKS or job.compile != "aten" or not one_process_can:
+    can = job.sync and job.is_comparable and job.compile == "aten"
+    if not can or job.world > MOST_RANKS:
         return
-    tally.last = job.script(_TRAINING.format(job=job))
-    compare(trained(job), reference(job))
+    tally.last = job.training_script()
+    trial.check(job.trial())
     tally.trained += 1
-
-
-_TRAINING = """
-# The ranks of this job do not learn what one process learns:
-from tests.drawn import *
-job = {job!r}
-compare(trained(job), reference(job))
-"""
 
 
 def fuzz(

@@ -231,5 +231,5 @@ def test_readme_names_the_main_commands():
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
     targets |= {"bench-predict"}
     targets |= {"bench-state"}
-    targets |= {"fuzz", "docs", "lint", "format", "clean"}
+    targets |= {"fuzz", "fuzz-train", "docs", "lint", "format", "clean"}
     assert targets == make_targets()

@@ -1,0 +1,93 @@
+"""Random trainings: a few of what `make fuzz-train` tries, and that it finds what is wrong."""
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from torch.fx.node import Node
+
+import piper_dynamo as piper
+from piper_dynamo import step
+from piper_dynamo.passes import tie
+from tests import fuzz_train
+from tests.drawing import drawn_trainings
+from tests.drawn import Job, Layer
+from tests.fuzz_train import Tally, fuzz
+
+
+@pytest.fixture(autouse=True)
+def cheap_checks(monkeypatch: pytest.MonkeyPatch):
+    """The models are those of other tests, of which they compute every pass's values."""
+    monkeypatch.setenv("PIPER_VERIFY", "1")
+
+
+def job(*kinds: str, **named: Any) -> Job:
+    """Two stages on two ranks, one layer each."""
+    layers = tuple(Layer(stage=k, kind=kind) for k, kind in enumerate(kinds))
+    return Job(layers=layers, on=(0, 1), microbatches=2, zero=(0, 0), **named)
+
+
+SMALL = st.builds(
+    lambda last, outputs: job("linear", last, outputs=outputs),
+    st.sampled_from(["linear", "tied"]),
+    st.sampled_from([(), (1,)]),
+)
+
+
+def test_random_trainings():
+    tally = Tally()
+    fuzz(3, 3, tally, jobs=drawn_trainings(max_ranks=2))
+    assert tally.tried >= 3
+    assert tally.trained >= 2, tally.table()
+
+
+def test_control_a_broken_pass_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch):
+    """Nobody adds up the gradients of a weight on two ranks. The script runs alone: it passes."""
+    right = tie._tie
+
+    def wrong(*args: Any) -> list[Node]:
+        sums = right(*args)
+        for one in sums:
+            one.args = (one.args[0],) * len(one.args)  # a holder's part twice, the other's not
+        return sums
+
+    def take(error: Exception) -> bool:
+        found.append(str(error))
+        return True
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tie, "_tie", wrong)
+        tally, found = Tally(), list[str]()
+        with pytest.raises(piper.PiperPlanError, match="the plan is unsafe"):
+            fuzz(5, 0, tally, jobs=SMALL, failed=take)
+    assert len(found) > 1
+    assert '"h1"' not in tally.last
+    exec(compile(tally.last, "failure.py", "exec"), {"__name__": "failure"})
+    assert "tests" not in {line.split()[1].partition(".")[0] for line in _imports(tally.last)}
+
+
+def _imports(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("import ", "from "))]
+
+
+def test_control_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch):
+    """What no proof sees: each microbatch counts a millionth too much."""
+    right = step.loss_weights
+
+    def wrong(*args: Any, **named: Any) -> list[float]:
+        return [weight * (1 + 1e-6) for weight in right(*args, **named)]
+
+    monkeypatch.setattr(step, "loss_weights", wrong)
+    with pytest.raises(AssertionError, match="rank 0 and one process: losses: off by"):
+        fuzz_train.check_training(job("linear", "linear"), Tally(), [])
+
+
+def test_only_rules_may_refuse():
+    known = fuzz_train.rules()
+    texts = {
+        "the placement is not possible\n  PP0 is placed nowhere": "the placement is not possible",
+        "the plan is unsafe\n  rank 0 ...": None,
+        "rank 1 failed in F.PP1.MB0\n  ...": None,
+    }
+    for text, rule in texts.items():
+        assert fuzz_train.rule_of(piper.PiperError(text), known) == rule
