@@ -432,9 +432,8 @@ class CompiledStep(CapturedStep):
         ]
 
         def deliver(grads: list[Tensor]) -> list[Tensor | None]:
-            if scale is None:
-                return [None] * len(grads)
-            return _deliver(state, grads, records, entry.is_later)
+            given = grads if scale is not None else [None] * len(grads)
+            return _deliver(state, given, records, entry.is_later)
 
         return attach(state, results.loss, taking, list(results.grads), deliver, scale=scale or 1.0)
 
@@ -471,11 +470,14 @@ class CompiledStep(CapturedStep):
 
 def _deliver(
     state: StepState,
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
     records: Sequence[Record | None],
     is_later: Sequence[bool],
 ) -> list[Tensor | None]:
-    """What autograd gets: each gradient with what earlier steps put off, unless it is put off."""
+    """What autograd gets: each gradient with what earlier steps put off, unless it is put off.
+
+    Of a step that is skipped there are no gradients; what was put off before it is handed over.
+    """
     settling = [
         r for r, later in zip(records, is_later, strict=True) if r is not None and not later
     ]
@@ -485,11 +487,16 @@ def _deliver(
         if record is None:
             found.append(grad)
         elif later:
-            put_off(record, grad)
+            if grad is not None:
+                put_off(record, grad)
             found.append(None)
         else:
-            total = grad.add_(earlier[record.name]) if record.name in earlier else grad
-            found.append(record.block.gradient(total) if record.block is not None else total)
+            total = earlier.get(record.name)
+            if grad is not None:
+                total = grad.add_(total) if total is not None else grad
+            if total is not None and record.block is not None:
+                total = record.block.gradient(total)
+            found.append(total)
     return found
 
 

@@ -1,6 +1,7 @@
 """Values that are not finite: all ranks raise or skip together; the loss scale finds its size."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,33 @@ def test_skipped_steps_change_nothing() -> None:
         for name, value in params.items():
             assert torch.equal(value, want[name]), name
         assert rank == 1 or seen == steps  # the first stage counts
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_was_put_off_before_a_skipped_step_is_handed_over(zero: int) -> None:
+    """As without `no_sync`: the skipped step alone is missing from the sum."""
+    wanted = replicas.strategy(LINE, 2, "one_f_one_b", zero=zero)
+
+    def job(*, puts_off: bool) -> list[dict[str, Tensor]]:
+        step = piper.compile(
+            Logs(), wanted, example_inputs=replicas.mine(good(), LINE), nan_check="skip"
+        )
+        with piper.no_sync(step) if puts_off else nullcontext():
+            step(*replicas.mine(good(), LINE)).backward()
+        found = []
+        for batch in (bad_row(6), good()):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step(*replicas.mine(batch, LINE)).backward()
+            found.append({name: grad.clone() for name, grad in replicas.grads(step).items()})
+        return found
+
+    plain = jobs.run_ranks(lambda: job(puts_off=False), 4)
+    for rank, found in enumerate(jobs.run_ranks(lambda: job(puts_off=True), 4)):
+        for grads, want in zip(found, plain[rank], strict=True):
+            assert grads.keys() == want.keys()
+            for name, grad in grads.items():
+                jobs.close(grad, want[name], f"rank {rank}: {name}")
 
 
 def test_a_sum_that_overflows_is_found_though_its_parts_are_finite() -> None:
