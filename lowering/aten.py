@@ -1,12 +1,14 @@
 """Chunks that run operator by operator, with less memory traffic than their graphs ask for.
 
-Four rewrites, each on a copy of a chunk's graph:
+Five rewrites, each on a copy of a chunk's graph:
 
 - `simplify` drops operators that change nothing, and what stands for exchanges of rows; results
   stay the same bit by bit.
 - `write_over` lets a pointwise operator write over an operand that dies there; the same bits.
 - `add_into` lets a matrix product that is a parameter's gradient add to the sum of the microbatches
   before (one rounding less per element than adding afterwards).
+- `write_in_blocks` lets a product that is a whole gradient be written into memory that the step
+  uses again; the same bits.
 - `seed_draws` makes what an operator draws depend on its number, and not on the draws before.
 
 Signature: chunk -> a graph that runs; chunk -> which of its outputs can be added into sums.
@@ -30,6 +32,7 @@ from piper_dynamo.ir.alias import (
 )
 from piper_dynamo.ir.chunk import Chunk, copied, spec_of
 from piper_dynamo.ir.program import mix_seed
+from piper_dynamo.runtime import blocks
 
 aten = ops.aten
 _COMMUTES = (aten.add.Tensor, aten.mul.Tensor)
@@ -58,19 +61,23 @@ def addable(chunk: Chunk) -> tuple[int, ...]:
     return _addable[key]
 
 
-def runnable_graph(chunk: Chunk, adds: tuple[int, ...] = ()) -> fx.Graph:
+def runnable_graph(
+    chunk: Chunk, adds: tuple[int, ...] = (), passing: tuple[int, ...] = ()
+) -> fx.Graph:
     """The chunk's graph as it runs: one list in, which it empties.
 
     Args:
         chunk: Which.
         adds: Outputs, some of `addable(chunk)`, that it adds into sums: it takes these after its
             other inputs, in the same order, and gives them back in place of the outputs.
+        passing: Outputs, others than these, that are gone before the step ends.
     """
     graph = copied(chunk.graph)
     if adds:
         add_into(graph, adds)
     simplify(graph)
     write_over(graph)
+    write_in_blocks(graph, passing)
     seed_draws(graph)
     graph.set_codegen(compat.boxed_codegen())
     return graph
@@ -173,6 +180,22 @@ def write_over(graph: fx.Graph) -> None:
         found = _written_over(node, memory, position[node])
         if found is not None:
             memory.hand_over(found, node)
+
+
+def write_in_blocks(graph: fx.Graph, positions: tuple[int, ...]) -> None:
+    """Take the memory of large products from the step's blocks.
+
+    rewrite:   w = a @ b ; return w   ->   m = block() ; w = mm(a, b, out=m) ; return w
+    requires:  w is dense; nothing keeps the outputs at `positions` beyond the step
+    """
+    outputs = _outputs(graph)
+    for node in dict.fromkeys(outputs[position] for position in positions):
+        spec = spec_of(node)
+        if node.target is not aten.mm.default or spec is None or not spec.is_dense:
+            continue
+        with graph.inserting_before(node):
+            block = graph.call_function(blocks.empty, (spec.shape, node.args[0]))
+        node.target, node.kwargs = aten.mm.out, {"out": block}
 
 
 def seed_draws(graph: fx.Graph) -> None:

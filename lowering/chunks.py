@@ -22,7 +22,8 @@ from piper_dynamo.lowering.aten import drop_stand_ins, runnable_graph
 log = logging.getLogger("piper.chunks")
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
 
-_compiled: dict[tuple[str, str, tuple[int, ...]], ChunkFn] = {}
+_Places = tuple[int, ...]
+_compiled: dict[tuple[str, str, _Places, _Places], ChunkFn] = {}
 
 
 def compile_chunks(
@@ -30,7 +31,8 @@ def compile_chunks(
     mode: str,
     progress: Callable[[int, int], None] | None = None,
     *,
-    adds: Mapping[str, tuple[int, ...]] | None = None,
+    adds: Mapping[str, _Places] | None = None,
+    passing: Mapping[str, _Places] | None = None,
 ) -> dict[str, ChunkFn]:
     """A callable per chunk name; chunks with one key share it, over all models of this process.
 
@@ -39,15 +41,15 @@ def compile_chunks(
         mode: "aten" or "inductor".
         progress: Called with the number compiled and the number to compile.
         adds: By chunk name, the outputs that are added into sums; "aten" only.
+        passing: By chunk name, the outputs that are gone before the step ends.
     """
-    forms = {  # a ragged chunk may look like one that is not
-        name: (
-            "aten" if chunk.is_ragged else mode,
-            chunk.key,
-            (adds or {}).get(name, ()),
-        )
-        for name, chunk in chunks.items()
-    }
+    forms: dict[str, tuple[str, str, _Places, _Places]] = {}
+    for name, chunk in chunks.items():
+        if mode == "inductor" and not chunk.is_ragged:  # a ragged one may look like one that is not
+            forms[name] = "inductor", chunk.key, (), ()
+        else:
+            places = (adds or {}).get(name, ()), (passing or {}).get(name, ())
+            forms[name] = "aten", chunk.key, *places
     missing = {form: chunks[name] for name, form in forms.items() if form not in _compiled}
     for count, (form, chunk) in enumerate(missing.items()):
         if progress is not None:
@@ -56,8 +58,8 @@ def compile_chunks(
         if form[0] == "inductor":
             _compiled[form] = _inductor(chunk)
         else:
-            name = functools.partial(named, kind="chunk", label=chunk.key)
-            _compiled[form] = function_of(runnable_graph(chunk, form[2]), name)
+            file = functools.partial(named, kind="chunk", label=chunk.key)
+            _compiled[form] = function_of(runnable_graph(chunk, *form[2:]), file)
         log.info(
             "chunk %s compiled (%s) in %.2f s", chunk.key, form[0], time.perf_counter() - start
         )

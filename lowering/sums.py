@@ -47,6 +47,26 @@ def add_in_chunks(program: RankProgram, chunks: Mapping[str, Chunk]) -> RankProg
     return replace(program, instrs=tuple(x for i, x in enumerate(instrs) if i not in dropped))
 
 
+def passing(program: RankProgram) -> dict[str, tuple[int, ...]]:
+    """By chunk, the outputs that only a reduce-scatter reads, in each of its runs."""
+    scattered: set[str] = set()
+    others = program.results()  # registers that anything else reads
+    for instr in program.instrs:
+        if instr.op is not Op.FREE:
+            (scattered if instr.op is Op.REDUCE_SCATTER else others).update(instr.reads())
+    scattered -= others
+    found: dict[str, set[int]] = {}
+    for instr in program.instrs:
+        if instr.op is Op.RUN:
+            mine = {
+                position
+                for position, reg in enumerate(instr.outputs)
+                if reg in scattered and position not in instr.adds
+            }
+            found[instr.target] = found.get(instr.target, mine) & mine
+    return {name: tuple(sorted(positions)) for name, positions in found.items() if positions}
+
+
 def _accumulations(instrs: list[Instr], index: int, positions: Sequence[int]) -> dict[int, int]:
     """Where these outputs of a chunk are added before the next chunk, untouched until then."""
     parts = {instrs[index].outputs[p]: p for p in positions}

@@ -10,6 +10,7 @@ from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.lowering.chunks import ChunkFn, compile_chunks
 from piper_dynamo.lowering.emit import emit
+from piper_dynamo.lowering.sums import passing
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import BoundChunk, Code, Executor
 
@@ -25,7 +26,9 @@ def bind(
         functions: Their code, without sums; what adds to sums is compiled here.
     """
     adds = {i.target: i.adds for i in program.instrs if i.adds}
-    adding = compile_chunks({name: chunks[name] for name in adds}, "aten", adds=adds)
+    adding = compile_chunks(
+        {name: chunks[name] for name in adds}, "aten", adds=adds, passing=passing(program)
+    )
     return {
         name: BoundChunk(
             fn=functions[name],

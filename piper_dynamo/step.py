@@ -30,6 +30,7 @@ from piper_dynamo.loss_scale import Scaler
 from piper_dynamo.loss_weights import loss_weights
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emulate import emulated_chunk
+from piper_dynamo.lowering.sums import passing
 from piper_dynamo.options import Options
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import Plan
@@ -194,7 +195,9 @@ class CompiledStep(CapturedStep):
                 seconds = durations(tasks_run(plan.distinct), self._options.costs, plan.halves)
                 functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
             else:
-                functions = compile_chunks(wanted, self._options.compile_for(values))
+                functions = compile_chunks(
+                    wanted, self._options.compile_for(values), passing=passing(program)
+                )
             chunks = bind(program, wanted, functions)
             layouts = plan.layouts(comm.rank)
             entries[key] = Entry(

@@ -5,9 +5,11 @@ sends. A message's tag is its position in the channel, so that the two ends must
 message it is.
 """
 
+import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -19,12 +21,13 @@ from torch import Tensor
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperTimeoutError
 from piper_dynamo.ir.program import EXCHANGES, Group, Op, copy_groups
-from piper_dynamo.runtime.blocks import Blocks
+from piper_dynamo.runtime import blocks
 from piper_dynamo.runtime.exchange import pack
 
 POLL_S = 0.002
 STATE = "state"  # the stream of what is said about parameters outside of programs
 FOREVER_S = 1e6  # what a timedelta and gloo take for no deadline
+MOST_TAGS = 2**30  # of a group's collectives in flight, no two have one tag
 
 
 def with_rows(value: Tensor, rows: int) -> Tensor:
@@ -34,6 +37,20 @@ def with_rows(value: Tensor, rows: int) -> Tensor:
     padded = value.new_zeros((rows, *value.shape[1:]))
     padded.narrow(0, 0, value.shape[0]).copy_(value)
     return padded
+
+
+def sum_of(parts: Sequence[Tensor], given: int) -> Tensor:
+    """The sum, in the order given: that of ranks, so that it does not depend on which adds.
+
+    Args:
+        parts: At least two, which are written over, but for one.
+        given: Which one.
+    """
+    first, second = parts[:2]
+    total = second.add_(first) if given == 0 else first.add_(second)
+    for part in parts[2:]:
+        total.add_(part)
+    return total
 
 
 def ended(rank: int, job: int) -> tuple[str, str]:
@@ -110,9 +127,6 @@ class Communicator(Protocol):
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
 
-    def end_step(self) -> None:
-        """Give back memory that only the step needed."""
-
     def abandon(self) -> None:
         """Forget what a failed step left in flight."""
 
@@ -137,7 +151,7 @@ class TorchCommunicator:
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         self._groups: dict[Group, Any] = {}
         self._meshes: dict[Any, Any] = {}
-        self._blocks = Blocks()
+        self._pairwise: Counter[Group] = Counter()  # collectives made of messages, so far
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """See `Communicator`."""
@@ -174,45 +188,76 @@ class TorchCommunicator:
     ) -> Any:
         """See `Communicator`."""
         members = self._groups[group]
-        size = len(group[1])
         if op in EXCHANGES:
-            parcel = pack(op, values, size)
+            parcel = pack(op, values, len(group[1]))
             room = parcel.empty_receive_buffer()
             work = dist.all_to_all_single(
                 room, parcel.value, parcel.received, parcel.sent, group=members, async_op=True
             )
-            # What is sent must live until the work is done.
-            return [work], [room], lambda come: parcel.unpack(come[0])
-        pairs = [
-            self._start_one(op, value, members, size, like)
+            return [work], lambda: parcel.unpack(room)
+        works: list[Any] = []
+        results = [
+            self._start_one(op, value, group, like, works)
             for value, like in zip(values, likes, strict=True)
         ]
-        return [work for work, _ in pairs], [result for _, result in pairs], list
+        return works, lambda: [result() for result in results]
 
     def _start_one(
-        self, op: Op, value: Tensor, members: Any, size: int, like: Any
-    ) -> tuple[Any, Tensor]:
+        self, op: Op, value: Tensor, group: Group, like: Any, works: list[Any]
+    ) -> Callable[[], Tensor]:
+        """What gives the result once all that is added to `works` is done."""
+        members, size = self._groups[group], len(group[1])
         if not value.numel():
-            return None, value.new_zeros(like.shape)
-        if op is Op.ALL_REDUCE:
-            return dist.all_reduce(value, group=members, async_op=True), value
-        if op is Op.ALL_GATHER:
-            whole = self._blocks.empty((size * value.shape[0], *value.shape[1:]), value)
-            work = compat.all_gather_single(whole, value, group=members, async_op=True)
-            return work, whole.narrow(0, 0, like.shape[0])
-        result = value.new_empty(like.shape)
-        if op is Op.REDUCE_SCATTER:
+            result = value.new_zeros(like.shape)
+        elif op is Op.ALL_REDUCE:
+            works.append(dist.all_reduce(value, group=members, async_op=True))
+            result = value
+        elif op is Op.ALL_GATHER:
+            whole = blocks.empty((size * value.shape[0], *value.shape[1:]), value)
+            if value.device.type == "cpu":
+                parts = torch.split(whole, value.shape[0])
+                self._exchange(group, [value] * size, parts, works)
+                parts[group[1].index(self.rank)].copy_(value)
+            else:
+                works.append(compat.all_gather_single(whole, value, group=members, async_op=True))
+            result = whole.narrow(0, 0, like.shape[0])
+        elif op is Op.REDUCE_SCATTER:
             value = with_rows(value, size * like.shape[0])
-            return compat.reduce_scatter_single(result, value, group=members, async_op=True), result
-        return dist.all_to_all_single(result, value, group=members, async_op=True), result
+            if value.device.type == "cpu":
+                rows, mine = like.shape[0], group[1].index(self.rank)
+                sent = torch.split(value, rows)
+                come = [
+                    blocks.empty(like.shape, value) if i != mine else sent[i] for i in range(size)
+                ]
+                self._exchange(group, sent, come, works)
+                return functools.partial(sum_of, come, mine)
+            result = value.new_empty(like.shape)
+            works.append(compat.reduce_scatter_single(result, value, group=members, async_op=True))
+        else:
+            result = value.new_empty(like.shape)
+            works.append(dist.all_to_all_single(result, value, group=members, async_op=True))
+        return lambda: result
+
+    def _exchange(
+        self, group: Group, sent: Sequence[Tensor], come: Sequence[Tensor], works: list[Any]
+    ) -> None:
+        """Start to send part i to member i, and to receive its part, for each other member.
+
+        gloo gathers into memory of its own and copies from there, and scatters what it has reduced
+        whole; messages move each value once, straight to where it is wanted.
+        """
+        members, tag = self._groups[group], self._pairwise[group]
+        self._pairwise[group] = (tag + 1) % MOST_TAGS
+        others = [place for place, rank in enumerate(group[1]) if rank != self.rank]
+        works += [dist.isend(sent[i], group[1][i], group=members, tag=tag) for i in others]
+        works += [dist.irecv(come[i], group[1][i], group=members, tag=tag) for i in others]
 
     def wait_all(self, handle: Any) -> list[Tensor]:
         """See `Communicator`."""
-        works, results, unpack = handle
+        works, results = handle
         for work in works:
-            if work is not None:
-                self._finish(work)
-        return unpack(results)  # type: ignore[no-any-return]
+            self._finish(work)
+        return results()  # type: ignore[no-any-return]
 
     def prepare_groups(self, groups: Sequence[Group]) -> None:
         """Create communicators; every rank calls this with the same groups in the same order."""
@@ -258,10 +303,6 @@ class TorchCommunicator:
             found = [self._groups[STATE, group] for group in mine]
             self._meshes[key] = compat.mesh_of(groups, self.rank, device, found)
         return self._meshes[key]
-
-    def end_step(self) -> None:
-        """See `Communicator`."""
-        self._blocks.give_back()
 
     def abandon(self) -> None:
         """See `Communicator`."""

@@ -32,6 +32,7 @@ from piper_dynamo.ir.program import (
     Watch,
     mix_seed,
 )
+from piper_dynamo.runtime import blocks
 from piper_dynamo.runtime.comm import Communicator
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
@@ -357,7 +358,7 @@ class Executor:
         finally:
             if before is not None:
                 torch.set_rng_state(before)
-            self.comm.end_step()
+            blocks.POOL.give_back()
             if probe is not None:
                 probe.finish()
 

@@ -278,9 +278,6 @@ class LocalCommunicator:
         """See `Communicator`."""
         return compat.mesh_of(groups, self.rank, device, [])
 
-    def end_step(self) -> None:
-        """See `Communicator`: it keeps none."""
-
     def abandon(self) -> None:
         """See `Communicator`."""
 

@@ -1,4 +1,4 @@
-"""Blocks of gathered parameters: used again within a step, never while a tensor uses them."""
+"""Blocks of whole parameters and gradients: used again within a step, never while in use."""
 
 import math
 from collections.abc import Iterator
@@ -7,6 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+import piper_dynamo as piper
+from piper_dynamo.lowering.aten import runnable_graph
+from piper_dynamo.lowering.sums import passing
 from piper_dynamo.runtime import blocks
 from piper_dynamo.runtime.blocks import LEAST_BYTES, Blocks
 from tests import replicas
@@ -75,27 +78,51 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-def train(kind: type[Blocks]) -> Trace:
-    """A rank's trace where every gathered parameter, however small, has such a block."""
+def train(kind: type[Blocks], zero: int) -> tuple[Trace, int]:
+    """A rank's trace where every block, however small, is the pool's; and how many were made."""
+    made = []
+    of_the_system = blocks._of_the_system
     with (
         mock.patch.object(blocks, "LEAST_BYTES", 1),
-        mock.patch("piper_dynamo.runtime.comm.Blocks", kind),
-        mock.patch("piper_dynamo.runtime.launch._torch_comm", None),
+        mock.patch.object(blocks, "POOL", kind()),
+        mock.patch.object(blocks, "_of_the_system", lambda n: made.append(n) or of_the_system(n)),
     ):
-        wanted = replicas.strategy(LINE, 2, "one_f_one_b", zero=3)
+        wanted = replicas.strategy(LINE, 2, "one_f_one_b", zero=zero)
         step = replicas.compiled(CASES["tied"], LINE, wanted, timeout_s=30.0)
         batches = [replicas.mine(CASES["tied"].batch(k), LINE) for k in range(STEPS)]
-        return replicas.train(step, batches)
+        return replicas.train(step, batches), len(made)
 
 
 @pytest.mark.dist(4)
-def test_parity(pool: Pool):
+@pytest.mark.parametrize("zero", [2, 3])
+def test_parity(pool: Pool, zero: int):
     want = replicas.reference(CASES["tied"], 2)
-    replicas.compare(pool.values(train, Blocks), want, LINE, 3)
+    found = pool.values(train, Blocks, zero)
+    replicas.compare([trace for trace, _ in found], want, LINE, zero)
+    assert all(made for _, made in found)
 
 
 @pytest.mark.dist(4)
 def test_that_a_block_in_use_would_be_seen(pool: Pool):
     want = replicas.reference(CASES["tied"], 2)
+    found = [trace for trace, _ in pool.values(train, Shared, 3)]
     with pytest.raises(AssertionError):
-        replicas.compare(pool.values(train, Shared), want, LINE, 3)
+        replicas.compare(found, want, LINE, 3)
+
+
+def test_whole_gradients_that_are_scattered_are_written_into_blocks() -> None:
+    """And those that are summed first, at lower levels, are not."""
+    lent = {}
+    for zero in (1, 2):
+        wanted = replicas.strategy(LINE, 2, "one_f_one_b", zero=zero)
+        one = [value.chunk(2)[0] for value in CASES["plain"].batch(0)]
+        plan = piper.plan(CASES["plain"].build(2), wanted, one, 4)
+        program = plan.programs[0]
+        lent[zero] = [
+            (name, node.kwargs["out"].target)
+            for name, places in passing(program).items()
+            for node in runnable_graph(plan.chunks[name], (), places).nodes
+            if node.target is torch.ops.aten.mm.out
+        ]
+    assert not lent[1]
+    assert {target for _, target in lent[2]} == {blocks.empty}

@@ -195,7 +195,7 @@ def test_the_same_search_finds_the_same(everything) -> None:
 
 def test_memory_is_a_limit(everything) -> None:
     most = sorted(one.memory for one in everything.best)[len(everything.best) // 2]
-    found = looked(exhaustive=True, top=10**6, memory=most)
+    found = looked(exhaustive=True, top=10**6, memory=most, recompute=(1.0,))
     assert found.best == tuple(one for one in everything.best if one.memory <= most)
     tight = [d for d in found.dropped if d.why == "does not fit"]
     assert len(tight) == len(everything.best) - len(found.best)
@@ -214,6 +214,18 @@ def test_what_is_refused_says_why() -> None:
     assert found.left_out == ("pp 3: does not divide 4 devices",)
     assert {d.why for d in found.dropped} <= {"refused", "slower"}
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_where_a_choice_does_not_fit_less_is_kept() -> None:
+    one = {"pp": (2,), "microbatches": (4,), "schedules": ("gpipe",), "zero": (0,)}
+    (whole,) = looked(**one).best
+    found = looked(**one, memory=whole.memory - 1)
+    assert found.best[0].choice.recompute < whole.choice.recompute == 1
+    assert found.best[0].memory < whole.memory
+    assert found.best[0].seconds > whole.seconds
+    assert any(d.why == "does not fit" and d.choice == whole.choice for d in found.dropped)
+    assert "Recompute" in repr(found.best[0].strategy)
+    assert not looked(**one, memory=whole.memory - 1, recompute=(1.0,)).best
 
 
 def test_memory_counts_state_and_step() -> None:
@@ -253,6 +265,8 @@ def test_experts_are_shared_among_replicas() -> None:
         ({"pp": (3,)}, "nothing to choose from"),
         ({"zero": (4,)}, "zero has 4"),
         ({"microbatches": (1.5,)}, "microbatches has 1.5"),
+        ({"recompute": (0.5, 1.0)}, "falling numbers"),
+        ({"recompute": (2.0,)}, "falling numbers"),
     ],
 )
 def test_no_search_is_refused(options: dict, text: str) -> None:

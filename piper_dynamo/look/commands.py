@@ -35,6 +35,7 @@ _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
 ALONE: Mapping[str, Any] = {
     **{"pp": 1, "dp": 1, "ep": 1, "zero": 0, "microbatches": 1, "schedule": "gpipe"},
     **{"bucket_mb": None, "prefetch": 1, "keep": "chunk", "capacity": None},
+    "recompute": None,
 }
 
 

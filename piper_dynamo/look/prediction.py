@@ -16,15 +16,15 @@ from click.core import ParameterSource
 from piper_dynamo.costs import Costs
 from piper_dynamo.look.command import REFUSED, Command, show_json
 from piper_dynamo.look.commands import is_json, takes_target
-from piper_dynamo.train.config import schedule_name
+from piper_dynamo.train.config import budget_of, schedule_name
 
 if TYPE_CHECKING:  # importing torch's compiler takes seconds
     from piper_dynamo.look.target import Target
     from piper_dynamo.predict.search import CostsOf
 
 # Options of a training job that narrow a search; others say how, which the search decides.
-NARROWING = ("pp", "dp", "schedule", "microbatches", "zero")
-_DECIDED = ("ep", "bucket_mb", "prefetch", "keep", "capacity", "recompute", "precision")
+NARROWING = ("pp", "dp", "schedule", "microbatches", "zero", "recompute")
+_DECIDED = ("ep", "bucket_mb", "prefetch", "keep", "capacity", "precision")
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -87,7 +87,7 @@ def search(  # noqa: PLR0913  (an option each)
 
     TARGET is a Python file that defines model() and inputs(), here of all replicas together, or
     nothing: then the options describe a model of piper train, and those of --pp, --dp, --schedule,
-    --microbatches and --zero that are given narrow the search.
+    --microbatches, --zero and --recompute that are given narrow the search.
     """
     from pathlib import Path
 
@@ -150,6 +150,8 @@ def _narrowed(ctx: click.Context, devices: int) -> dict[str, Any]:
         raise Misuse(f"--pp and --dp do not come to --devices {devices}")
     if dp is not None:
         asked["pp"] = devices // dp
+    if "recompute" in asked:
+        asked["recompute"] = budget_of(asked["recompute"])
     names = {"schedule": "schedules"}
     return {names.get(name, name): (value,) for name, value in asked.items()}
 

@@ -7,6 +7,7 @@ the best, since no step of it is faster than its bound (`bounds.py`).
 Signature: model, inputs, devices, costs -> the best choices, and why the others were dropped.
 """
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
     pp: Sequence[int] | None = None,
     microbatches: Sequence[int] | None = None,
     zero: Sequence[int] = (0, 1, 2, 3),
+    recompute: Sequence[float] = (1.0, 0.5, 0.0),
     top: int = 10,
     exhaustive: bool | None = None,
     loss: LossPath | None = None,
@@ -80,6 +82,8 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
         pp: The numbers of pipeline ranks to choose from; None: all divisors of `devices`.
         microbatches: Per replica, to choose from; None: all divisors of its rows.
         zero: The levels of ZeRO to choose from, where there are replicas.
+        recompute: What stages may keep of their forward, falling (see `Recompute`; 1 is all): each
+            is tried where a choice does not fit with those before.
         top: How many strategies to return.
         exhaustive: Plan every choice, or only those that their bound lets be among the best; None:
             all where they are few.
@@ -104,6 +108,7 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
         pp=None if pp is None else tuple(pp),
         microbatches=None if microbatches is None else tuple(microbatches),
         zero=tuple(zero),
+        recompute=tuple(recompute),
     )
     choices = list(space.choices())
     if not choices:
@@ -112,7 +117,7 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
         )
     if exhaustive is None:
         exhaustive = len(choices) <= SMALL
-    found, dropped = _walk(job, choices, memory, top, exhaustive=exhaustive)
+    found, dropped = _walk(job, space, choices, memory, top, exhaustive=exhaustive)
     return Search(
         best=tuple(found),
         dropped=tuple(dropped),
@@ -123,36 +128,62 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
 
 
 def _walk(
-    job: "_Job", choices: list[Choice], memory: float | None, top: int, *, exhaustive: bool
+    job: "_Job",
+    space: Space,
+    choices: list[Choice],
+    memory: float | None,
+    top: int,
+    *,
+    exhaustive: bool,
 ) -> tuple[list[Found], list[Dropped]]:
     """Plan choices, those with the lowest bounds first, until no other can be among the best."""
     dropped: list[Dropped] = []
-    bounded: list[tuple[float, Choice]] = []
+    bounded: list[tuple[float, Choice]] = []  # a heap
+
+    def drop(choice: Choice, why: str, detail: object) -> None:
+        dropped.append(Dropped(choice=choice, why=why, detail=str(detail)))
+
+    def consider(choice: Choice) -> None:
+        try:
+            heapq.heappush(bounded, (job.bound(choice), choice))
+        except PiperError as error:
+            drop(choice, "refused", error)
+
     for choice in tqdm(choices, "bounds", leave=False, delay=SHOW_AFTER_S, disable=None):
-        try:
-            bounded.append((job.bound(choice), choice))
-        except PiperError as error:
-            dropped.append(Dropped(choice=choice, why="refused", detail=str(error)))
-    bounded.sort()
+        consider(choice)
     best: list[Found] = []
-    for bound, choice in tqdm(bounded, "plans", leave=False, delay=SHOW_AFTER_S, disable=None):
-        if not exhaustive and len(best) == top and bound > best[-1].seconds:
-            text = f"takes at least {bound:.4g}, the last of the best {best[-1].seconds:.4g}"
-            dropped.append(Dropped(choice=choice, why="slower", detail=text))
-            continue
-        try:
-            one = job.found(choice, bound)
-        except PiperError as error:
-            dropped.append(Dropped(choice=choice, why="refused", detail=str(error)))
-            continue
-        if memory is not None and one.memory > memory:
-            text = f"needs {one.memory:.4g} bytes on a rank, of {memory:.4g}"
-            dropped.append(Dropped(choice=choice, why="does not fit", detail=text))
-            continue
-        best = sorted([*best, one], key=lambda f: (f.seconds, f.memory, f.choice))
-        if len(best) > top:
-            text = f"takes {best[-1].seconds:.4g}, the last of the best {best[-2].seconds:.4g}"
-            dropped.append(Dropped(choice=best.pop().choice, why="slower", detail=text))
+    with tqdm(
+        total=len(bounded), desc="plans", leave=False, delay=SHOW_AFTER_S, disable=None
+    ) as bar:
+        while bounded:
+            bar.update()
+            bound, choice = heapq.heappop(bounded)
+            if not exhaustive and len(best) == top and bound > best[-1].seconds:
+                last = best[-1].seconds
+                drop(
+                    choice, "slower", f"takes at least {bound:.4g}, the last of the best {last:.4g}"
+                )
+                continue
+            try:
+                one = job.found(choice, bound)
+            except PiperError as error:
+                drop(choice, "refused", error)
+                continue
+            if memory is not None and one.memory > memory:
+                drop(
+                    choice,
+                    "does not fit",
+                    f"needs {one.memory:.4g} bytes on a rank, of {memory:.4g}",
+                )
+                if (less := space.with_less(choice)) is not None:
+                    bar.total += 1
+                    consider(less)
+                continue
+            best = sorted([*best, one], key=lambda f: (f.seconds, f.memory, f.choice))
+            if len(best) > top:
+                gone = best.pop()
+                text = f"takes {gone.seconds:.4g}, the last of the best {best[-1].seconds:.4g}"
+                drop(gone.choice, "slower", text)
     return best, sorted(dropped, key=lambda d: d.choice)
 
 

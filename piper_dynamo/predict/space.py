@@ -8,7 +8,7 @@ Signature: devices, rows, what the user fixes -> choices; a choice -> its strate
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from piper_dynamo.errors import PiperStrategyError
 from piper_dynamo.schedules import SCHEDULES, Shape
@@ -18,6 +18,7 @@ from piper_dynamo.values import is_whole
 
 ALONE = "one_f_one_b"  # of one rank all schedules do the same
 LEVELS = (0, 1, 2, 3)
+KEEPS_ALL = 1.0  # a budget of Recompute that changes nothing
 Regions = Mapping[str, Mapping[str, int]]
 
 
@@ -33,6 +34,7 @@ class Choice:
         microbatches: Per replica.
         zero: What replicas shard.
         ep: How many replicas share the experts of one copy.
+        recompute: What stages keep of their forward, see `Recompute`; 1: all, without one.
     """
 
     pp: int
@@ -42,6 +44,7 @@ class Choice:
     microbatches: int
     zero: int
     ep: int
+    recompute: float = KEEPS_ALL
 
     def strategy(self, regions: Regions | None, loss: LossPath | None = None) -> Strategy:
         """The strategy, with the regions of its stages.
@@ -57,6 +60,7 @@ class Choice:
             replicas=self.dp,
             zero=self.zero,
             expert_ranks=self.ep,
+            recompute=None if self.recompute == KEEPS_ALL else self.recompute,
             regions=regions,
             loss=loss,
         )
@@ -77,6 +81,8 @@ class Space:
         pp: How many pipeline ranks there may be; None: every divisor of `devices`.
         microbatches: How many there may be; None: every divisor of a replica's rows.
         zero: Levels of ZeRO.
+        recompute: What stages keep of their forward: the first, and the next ones in turn where a
+            choice does not fit.
         max_stages_per_rank: Of schedules that take any number of them.
     """
 
@@ -87,6 +93,7 @@ class Space:
     pp: tuple[int, ...] | None = None
     microbatches: tuple[int, ...] | None = None
     zero: tuple[int, ...] = LEVELS
+    recompute: tuple[float, ...] = (KEEPS_ALL, 0.5, 0.0)
     max_stages_per_rank: int = 2
 
     def __post_init__(self) -> None:
@@ -115,9 +122,20 @@ class Space:
         levels = [level for level in self.zero if level not in LEVELS]
         if levels:
             raise PiperStrategyError(f"search: zero has {levels[0]!r}; give some of 0, 1, 2, 3")
+        falling = all(a > b for a, b in itertools.pairwise(self.recompute))
+        if not self.recompute or not falling or not all(0 <= b <= 1 for b in self.recompute):
+            raise PiperStrategyError(
+                f"search: recompute is {self.recompute!r}; give falling numbers from 1 (keep all) "
+                "to 0 (keep what comes in)"
+            )
+
+    def with_less(self, choice: Choice) -> Choice | None:
+        """The same, where stages keep less of their forward; None where they keep the least."""
+        later = self.recompute[self.recompute.index(choice.recompute) + 1 :]
+        return replace(choice, recompute=later[0]) if later else None
 
     def choices(self) -> Iterator[Choice]:
-        """Every choice once, in a fixed order."""
+        """Every choice once, in a fixed order; of what is kept of forwards the most."""
         for pp in self._ranks():
             dp = self.devices // pp
             if self.rows % dp:
@@ -138,6 +156,7 @@ class Space:
                     microbatches=microbatches,
                     zero=zero,
                     ep=ep,
+                    recompute=self.recompute[0],
                 )
 
     def left_out(self) -> list[str]:

@@ -40,6 +40,16 @@ MAX_SEED = 2**63  # torch's generators take no more
 _POSITIVE = ("lr", "clip", "timeout_s", "bucket_mb", "capacity")
 
 
+def budget_of(text: str | None) -> float | None:
+    """What `--recompute` says, as the directive has it; NaN where it is none."""
+    if text is None or text == "full":
+        return None if text is None else 0.0
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def schedule_name(given: str) -> str:
     """The name in `piper.schedules` that is meant: `1f1b` and `zb-h1` are understood."""
     plain = given.lower().replace("-", "_")
@@ -129,7 +139,7 @@ class Config:
                 f"--keep is {self.keep!r}; choose chunk, step, or how many buckets stay (at least "
                 "1)"
             )
-        budget = self._budget()
+        budget = budget_of(self.recompute)
         if budget is not None and not 0 <= budget <= 1:  # NaN is not, either
             faults.append(
                 f"--recompute is {self.recompute!r}; choose full, or how much is kept: 0 to 1"
@@ -289,15 +299,6 @@ class Config:
             return named[self.keep]
         return int(self.keep) if self.keep.isascii() and self.keep.isdigit() else 0
 
-    def _budget(self) -> float | None:
-        """`recompute` as the directive has it; NaN where it is none."""
-        if self.recompute is None or self.recompute == "full":
-            return None if self.recompute is None else 0.0
-        try:
-            return float(self.recompute)
-        except ValueError:
-            return math.nan
-
     @property
     def stages(self) -> int:
         """How many pipeline stages the model is cut into: the schedule's least number."""
@@ -322,7 +323,7 @@ class Config:
             bucket_mb=self.bucket_mb if self.replicas > 1 else None,
             prefetch=self.prefetch,
             keep=self._keep(),
-            recompute=self._budget(),
+            recompute=budget_of(self.recompute),
         )
         if self.precision is None:
             return found
