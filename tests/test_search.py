@@ -422,7 +422,6 @@ def test_options_narrow_the_search_of_a_built_in_model() -> None:
         ((*RATES, "--ranks", 2), "uses --devices"),
         ((*RATES, "--memory", "much"), "write it as 4GiB"),
         ((*RATES, "--keep", "step"), "--keep: a search does not take this"),
-        ((*RATES, "--recompute", "full"), "--recompute: a search does not take this"),
         ((*RATES, "--precision", "bf16"), "--precision: a search does not take this"),
         ((*RATES, "--dp", 3), "--dp 3 does not divide --devices 2"),
         ((*RATES, "--dp", 2, "--pp", 2), "do not come to --devices 2"),
