@@ -270,14 +270,14 @@ def _tags(
 
 
 def _nested(gm: fx.GraphModule, node: Node) -> list[Node]:
-    """The calls inside of what a higher-order operator runs, and inside of those."""
+    """What computes inside of what a higher-order operator runs, however deep it is."""
     found: list[Node] = []
     for given in node.all_input_nodes:
         graph = getattr(gm, str(given.target), None) if given.op == "get_attr" else None
         if isinstance(graph, fx.GraphModule):
             for inner in graph.graph.nodes:
-                if inner.op in _CALLS:
-                    found += [inner, *_nested(graph, inner)]
+                if inner.op in _CALLS and not _is_pick(inner):
+                    found += _nested(graph, inner) or [inner]
     return found
 
 

@@ -259,6 +259,25 @@ class Checkpointed(mixed.Net):
         return torch.tanh(F.linear(h, w))
 
 
+class Nested(Checkpointed):
+    """A stage inside of a checkpoint inside of a checkpoint."""
+
+    @staticmethod
+    def layer(h: Tensor, w: Tensor) -> Tensor:
+        return checkpoint(Nested.inner, h, w, use_reentrant=False)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def inner(h: Tensor, w: Tensor) -> Tensor:
+        with piper.annotate("EP", 0):
+            return torch.tanh(F.linear(h, w))
+
+
+def test_tags_are_seen_in_nested_checkpoints() -> None:
+    wanted = strategy(LINE2, piper.Precision({"EP": 0}, param="bf16"))
+    found = piper.plan(Nested(), wanted, replicas.numbers(0))
+    assert len(found.dag.computed) == 4  # the layers; the norm is held as it is
+
+
 def test_checkpointed_layers() -> None:
     got = mixed.run(Checkpointed, replicas.numbers, LINE2, strategy(LINE2, ALL))
     check(got, mixed.reference(Checkpointed, replicas.numbers, ByHand()), LINE2)
