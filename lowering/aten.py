@@ -17,6 +17,7 @@ Signature: chunk -> a graph that runs; chunk -> which of its outputs can be adde
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tag, default_generator, fx, ops
 from torch._ops import OpOverload
 from torch.fx.node import Node
@@ -203,7 +204,7 @@ def seed_draws(graph: fx.Graph) -> None:
 
     A backward that makes a mask again so gets the mask of its forward, whatever else the two draw.
 
-    rewrite:   y = draw(x)   ->   s = chunk_seed() ; ... ; seed(s, number) ; y = draw(x)
+    rewrite:   y = draw(x)   ->   s = chunk_seed() ; ... ; seed(s, number, device) ; y = draw(x)
     """
     draws = [node for node in graph.nodes if "draw" in node.meta]
     if not draws:
@@ -212,16 +213,23 @@ def seed_draws(graph: fx.Graph) -> None:
         seed = graph.call_function(_chunk_seed)
     for node in draws:
         with graph.inserting_before(node):
-            graph.call_function(_seed_draw, (seed, node.meta["draw"]))
+            graph.call_function(_seed_draw, (seed, node.meta["draw"], _device_of(node)))
 
 
 def _chunk_seed() -> int:
-    """What the program seeded the generator with before this chunk."""
+    """What the program seeded every device's generator with before this chunk."""
     return default_generator.initial_seed()
 
 
-def _seed_draw(seed: int, number: int) -> None:
-    default_generator.manual_seed(mix_seed(seed + number))
+def _seed_draw(seed: int, number: int, device: torch.device) -> None:
+    compat.generator_of(device).manual_seed(mix_seed(seed + number))
+
+
+def _device_of(node: Node) -> torch.device:
+    """Where an operator draws."""
+    value = node.meta["val"]
+    found: torch.device = (value[0] if isinstance(value, tuple | list) else value).device
+    return found
 
 
 class _Memory:

@@ -8,11 +8,13 @@ whole, or cast; or room for what is on its way, until that is waited for.
 Signature: draft -> draft with frees; program -> its peak bytes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import COLLECTIVES, REDUCTIONS, Instr, Op, RankProgram
+from piper_dynamo.lowering.inside import SOMEBODYS, most_inside
 from piper_dynamo.timeline import STEP, Held
 
 GRADIENT, ACTIVATION, GATHERED, COMING = range(len(STEP))
@@ -75,8 +77,17 @@ def bytes_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[i
     return [sum(held) for held in held_over_time(program, chunks)]
 
 
-def held_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[Held]:
-    """The same by category, in the order of `timeline.STEP`."""
+def held_over_time(
+    program: RankProgram, chunks: Mapping[str, Chunk], highest: list[int] | None = None
+) -> list[Held]:
+    """The same by category, in the order of `timeline.STEP`.
+
+    Args:
+        program: One rank's.
+        chunks: What it runs.
+        highest: Filled with the most bytes that the step holds while each instruction runs and
+            after it, so with temporaries inside chunks.
+    """
     blocks = _Blocks()
     held: dict[str, list[int]] = {}
     handles: dict[str, tuple[Op, list[int]]] = {}  # what comes: how, and in which blocks
@@ -91,19 +102,22 @@ def held_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[He
     def put(reg: str, found: list[int]) -> None:
         for block in found:
             blocks.take(block)
+        drop(reg)
+        held[reg] = found
+
+    def drop(reg: str) -> None:
         for block in held.pop(reg, []):
             blocks.drop(block)
-        held[reg] = found
 
     for reg in program.sources():
         put(reg, [blocks.new(0)])
     for instr in program.instrs:
+        inside = _while_it_runs(instr, chunks, blocks, held) if highest is not None else 0
         if instr.op is Op.RUN:
             _run(instr, chunks[instr.target], blocks, held, put, gradients)
         elif instr.op is Op.FREE:
             for reg in instr.inputs:
-                for block in held.pop(reg, []):
-                    blocks.drop(block)
+                drop(reg)
         elif instr.op is Op.POST or instr.op in COLLECTIVES:
             # Until it is waited for, a collective holds what it reads, too.
             given = [block for reg in instr.inputs for block in held[reg]]
@@ -125,7 +139,28 @@ def held_over_time(program: RankProgram, chunks: Mapping[str, Chunk]) -> list[He
             for reg, nbytes in zip(instr.outputs, instr.nbytes, strict=True):
                 put(reg, [blocks.new(nbytes, GATHERED if is_cast else category(reg))])
         history.append(tuple(blocks.now))
+        if highest is not None:
+            highest.append(max(inside, sum(blocks.now)))
     return history
+
+
+def _while_it_runs(
+    instr: Instr, chunks: Mapping[str, Chunk], blocks: _Blocks, held: Mapping[str, Sequence[int]]
+) -> int:
+    """The most that is held at once while a chunk runs: what it makes, and all else."""
+    if instr.op is not Op.RUN:
+        return 0
+    bundle = held.get(instr.bundle_in, ())
+    times = Counter(bundle)
+    numbers: dict[int, int] = {}  # from 0 on, so that equal chunks ask alike
+    given = [
+        (numbers.setdefault(block, len(numbers)), blocks.size[block])
+        if blocks.count[block] == times[block]
+        else (SOMEBODYS, 0)
+        for block in bundle
+    ]
+    rest = sum(blocks.now) - sum(blocks.size[block] for block in numbers)
+    return rest + most_inside(chunks[instr.target], instr.adds, instr.num_primals, given)
 
 
 def _gradients(program: RankProgram) -> set[str]:

@@ -60,6 +60,7 @@ __all__ = [
     "example_of",
     "fake_tracing",
     "fixed_size",
+    "generator_of",
     "graph_break_of",
     "inductor_backend",
     "is_marked_dynamic",
@@ -524,6 +525,15 @@ def is_on_meta(tensor: Tensor) -> bool:
     """Whether a tensor has no memory, whatever it says of its device."""
     with torch._C.DisableTorchFunction():
         return tensor.is_meta
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that operators on a device draw from by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    return module.default_generators[index]  # type: ignore[no-any-return]
 
 
 @contextmanager

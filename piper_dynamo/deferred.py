@@ -31,7 +31,6 @@ from piper_dynamo.recording import (
     View,
     caller,
     drawn_on,
-    generator_of,
     give_memory,
     memory_of,
     values,
@@ -282,7 +281,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     else:  # what it takes may depend on values
         args, kwargs = _with_values((args, kwargs))
     given = [g for g in tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)]
-    generator = given[0] if given else generator_of(drawn_on(args, kwargs))
+    generator = given[0] if given else compat.generator_of(drawn_on(args, kwargs))
     state = generator.get_state()
     used = [leaf for leaf in tree_leaves((args, func(*args, **kwargs))) if isinstance(leaf, Tensor)]
     nbytes = max(leaf.nbytes for leaf in used)
@@ -319,12 +318,19 @@ class _Pretends(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _is_meta(kwargs.get("device")):
+            raise _refusal(f"{getattr(func, '__name__', func)} is asked for a tensor on meta")
         if func is torch.tensor:
             return _constant(func(*args, **kwargs))
         answer = _ANSWERS.get(func)
         if answer is not None and args and isinstance(args[0], Tensor):
             return answer(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _is_meta(device: Any) -> bool:
+    """Whether the model's own code names it: what it makes there has no values to be recorded."""
+    return isinstance(device, str | torch.device) and torch.device(device).type == "meta"
 
 
 def _constant(value: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Terms: a *category* is one of `timeline.CATEGORIES`. Parameters and buffers are there before a step,
 and so is the optimizer's state, which depends on an optimizer that no plan knows: it is counted
-where the user says which.
+where the user says which. What a task needs while it runs, beside what it takes and leaves, is a
+category of its own.
 
 Signature: a program, its step's curve -> bytes by category.
 """
@@ -15,7 +16,7 @@ from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import RankProgram
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.timeline import BEFORE, CATEGORIES, STEP
+from piper_dynamo.timeline import BEFORE, CATEGORIES, INSIDE, STEP
 from piper_dynamo.values import is_whole
 
 # How many values of a parameter's shape and dtype torch's optimizers keep.
@@ -29,7 +30,8 @@ class RankMemory:
 
     Attributes:
         rank: Which.
-        held: Bytes by category; without "optimizer state" where no optimizer was named.
+        held: Bytes by category, and while tasks run; without "optimizer state" where no optimizer
+            was named.
     """
 
     rank: int
@@ -90,6 +92,7 @@ def at_peak(
     program: RankProgram,
     args: Sequence[Arg],
     history: Sequence[tuple[int, ...]],
+    highest: Sequence[int],
     optimizer: Optimizer = None,
 ) -> RankMemory:
     """What a rank holds at its peak.
@@ -98,11 +101,13 @@ def at_peak(
         program: The rank's.
         args: The captured call's arguments.
         history: What its step holds after each instruction, by the categories of `STEP`.
+        highest: The most that it holds while each runs and after it.
         optimizer: Whose state is counted: a name of `STATES`, or a number of values.
     """
     before = dict(zip(BEFORE, held_before(program, args, optimizer), strict=True))
     if states_of(optimizer) is None:
         del before["optimizer state"]
-    step = max(history, key=sum, default=(0,) * len(STEP))
+    most, step = max(zip(highest, history, strict=True), default=(0, (0,) * len(STEP)))
     held = before | dict(zip(STEP, step, strict=True))
-    return RankMemory(rank=program.rank, held={c: held[c] for c in CATEGORIES if c in held})
+    known = {c: held[c] for c in CATEGORIES if c in held}
+    return RankMemory(rank=program.rank, held=known | {INSIDE: most - sum(step)})

@@ -206,7 +206,7 @@ class Plan:
         return found.timeline
 
     def memory(self, optimizer: Optimizer = None) -> tuple[RankMemory, ...]:
-        """What each rank holds at its peak, by category; temporaries inside chunks not counted.
+        """What each rank holds at its peak, by category, with what a task needs while it runs.
 
         Args:
             optimizer: Whose state is counted: "sgd", "momentum", "adam", "adamw", or how many
@@ -215,10 +215,12 @@ class Plan:
         Raises:
             PiperError: It is not known.
         """
-        return tuple(
-            at_peak(p, self.args, held_over_time(p, self.dag.chunks), optimizer)
-            for p in self.distinct
-        )
+        found = []
+        for program in self.distinct:
+            highest: list[int] = []
+            history = held_over_time(program, self.dag.chunks, highest)
+            found.append(at_peak(program, self.args, history, highest, optimizer))
+        return tuple(found)
 
     def plot(
         self,

@@ -204,7 +204,7 @@ class Operation:
                 own = torch.Generator(given[0].device).set_state(self.state)
                 args, kwargs = tree_map_only(torch.Generator, lambda _: own, (args, kwargs))
             else:
-                generator_of(drawn_on(args, kwargs)).set_state(self.state)
+                compat.generator_of(drawn_on(args, kwargs)).set_state(self.state)
         return [r for r in tree_leaves(self.func(*args, **kwargs)) if isinstance(r, Tensor)]
 
 
@@ -247,16 +247,6 @@ def drawn_on(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     return torch.device(kwargs.get("device") or "cpu")
 
 
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that operators on a device draw from by default."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
-    found: torch.Generator = module.default_generators[index]
-    return found
-
-
 def values(view: View) -> Tensor:
     """Make a tensor's values now, in memory of its own; the random state stays as it is."""
     with compat.no_modes():
@@ -294,7 +284,9 @@ def _needed(memory: Memory) -> list[Operation]:
 def _kept_random_state(operations: Sequence[Operation]) -> Iterator[None]:
     """What is drawn inside does not change what is drawn later."""
     devices = {m.device for op in operations if op.state is not None for m in op.memories}
-    kept = {generator_of(d): generator_of(d).get_state() for d in sorted(devices, key=str)}
+    kept = {
+        compat.generator_of(d): compat.generator_of(d).get_state() for d in sorted(devices, key=str)
+    }
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ from piper_dynamo.ir.program import (
 from piper_dynamo.ir.spec import short, show_bytes
 from piper_dynamo.ir.task import RegionId, TaskName
 from piper_dynamo.tables import table
-from piper_dynamo.timeline import CATEGORIES
+from piper_dynamo.timeline import CATEGORIES, INSIDE
 
 NONE = "-"
 _ALWAYS = ("rank", "regions", "tasks", "step peak")
@@ -309,7 +309,7 @@ def _memory_lines(found: Sequence[RankMemory]) -> list[str]:
     """What ranks hold at their peaks, by category; a column where some rank has something in it."""
     if not found:
         return []
-    heads = [c for c in CATEGORIES if any(one.held.get(c) for one in found)]
+    heads = [c for c in (*CATEGORIES, INSIDE) if any(one.held.get(c) for one in found)]
     rows = [
         [str(one.rank), *(_bytes(one.held.get(c, 0)) for c in heads), show_bytes(one.total)]
         for one in found[:_LISTED]

@@ -17,6 +17,7 @@ COMPUTE = ("F", "B", "BI", "BW")
 BEFORE = ("parameters", "buffers", "optimizer state")
 STEP = ("gradients", "activations", "gathered parameters", "communication")
 CATEGORIES = BEFORE + STEP
+INSIDE = "inside tasks"  # temporaries: no curve has them, a peak does
 Held = tuple[int, ...]  # bytes by category
 COLLECTIVE_LOOKS = {
     op: "reduce" if op in REDUCTIONS else "exchange" if op in EXCHANGES else "gather"

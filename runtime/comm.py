@@ -120,9 +120,12 @@ class Communicator(Protocol):
         """A published text that begins with `start`; None if there is none within the time."""
 
     def lookup_any(
-        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float, poll_s: float = POLL_S
     ) -> tuple[int, str] | None:
-        """The first published text that is there, of (key, start) pairs, and which one it is."""
+        """The first published text that is there, of (key, start) pairs, and which one it is.
+
+        Where waiting is looking again and again, that is every `poll_s`.
+        """
 
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
@@ -281,7 +284,7 @@ class TorchCommunicator:
         return found[1] if found is not None else None
 
     def lookup_any(
-        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float, poll_s: float = POLL_S
     ) -> tuple[int, str] | None:
         """See `Communicator`."""
         deadline = time.monotonic() + timeout_s
@@ -293,7 +296,7 @@ class TorchCommunicator:
                         return index, text
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
 
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """See `Communicator`."""

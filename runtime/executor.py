@@ -133,6 +133,7 @@ class Runtime:
         self._comm = comm
         self.step_seed = 0
         self.first_microbatch = 0
+        self.generators = [torch.default_generator]
         self.marks: list[tuple[int, float]] = []
         self.looks: list[tuple[int, int, Tensor]] = []
         self.probe: Probe | None = None
@@ -185,8 +186,9 @@ class Runtime:
     def seed(self, microbatch: int, region: int, first_draw: int) -> None:
         """Fix a chunk's random numbers by step, global microbatch, region and place in it."""
         seed = mix_seed(self.step_seed, self.first_microbatch + microbatch, region)
-        # Not mixed: the next piece's first draw is the one after this piece's last.
-        torch.default_generator.manual_seed(seed + first_draw)
+        for generator in self.generators:
+            # Not mixed: the next piece's first draw is the one after this piece's last.
+            generator.manual_seed(seed + first_draw)
 
     def begin(self, seconds: float) -> None:
         """On emulated devices: a chunk begins that lasts so long."""
@@ -326,6 +328,10 @@ class Executor:
         runtime.step_seed, runtime.first_microbatch = seed, first_microbatch
         runtime.marks.clear()
         runtime.looks.clear()
+        if self._random:
+            # The CPU's tells chunks their seed, whichever devices they draw on.
+            devices = dict.fromkeys(v.device for v in (*state, *data) if v.device.type != "cpu")
+            runtime.generators = [torch.default_generator, *map(compat.generator_of, devices)]
         if watch not in self._steps:
             self._steps[watch] = self._load(watch)
         step = self._steps[watch]
@@ -333,13 +339,13 @@ class Executor:
             runtime.mark(-1)
         arguments = (runtime, state, data, weights)
         if not self.program.tangents:
-            loss, outputs, grads, buffers = self._run_part(probe, step, *arguments)
+            loss, outputs, grads, buffers = self._run_part(runtime, step, *arguments)
             return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
-        outputs, buffers, resume = self._run_part(probe, step, *arguments)
+        outputs, buffers, resume = self._run_part(runtime, step, *arguments)
 
         def backward(tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
             try:
-                self._run_part(probe, resume, tuple(tangents))
+                self._run_part(runtime, resume, tuple(tangents))
             except StopIteration as end:
                 finished: tuple[Tensor, ...] = end.value
                 return finished
@@ -347,20 +353,21 @@ class Executor:
 
         return StepResults(loss=None, outputs=outputs, grads=(), buffers=buffers, backward=backward)
 
-    def _run_part(self, probe: Probe | None, call: Callable[..., Any], *args: Any) -> Any:
+    def _run_part(self, runtime: Runtime, call: Callable[..., Any], *args: Any) -> Any:
         """Run a program, or the part up to where it waits for gradients or from there on.
 
-        Chunks seed the default generator; the caller's state comes back afterwards.
+        Chunks seed the default generators; the caller's state comes back afterwards.
         """
-        before = torch.get_rng_state() if self._random else None
+        generators = runtime.generators if self._random else []
+        before = [generator.get_state() for generator in generators]
         try:
             return call(*args)
         finally:
-            if before is not None:
-                torch.set_rng_state(before)
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
             blocks.POOL.give_back()
-            if probe is not None:
-                probe.finish()
+            if runtime.probe is not None:
+                runtime.probe.finish()
 
     @property
     def looks(self) -> Sequence[tuple[int, int, Tensor]]:

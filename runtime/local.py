@@ -256,7 +256,7 @@ class LocalCommunicator:
         return found[1] if found is not None else None
 
     def lookup_any(
-        self, wanted: Sequence[tuple[str, str]], timeout_s: float
+        self, wanted: Sequence[tuple[str, str]], timeout_s: float, poll_s: float = 0.0
     ) -> tuple[int, str] | None:
         """See `Communicator`; waiting is free: the others run until a text is there."""
         store = self.world.store

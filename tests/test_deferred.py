@@ -419,6 +419,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "hook": (hooked, ("weight", "hook")),
     "constant": (changed_constant, ("test_deferred.py", "changed in place", "clone")),
     "meta": (lambda: torch.ones(3).add_(BARE), ("test_deferred.py", "meta device")),
+    "meta asked for": (lambda: nn.Linear(2, 2, device="meta"), ("test_deferred.py", "on meta")),
     "data": (data_of_one_with_memory, ("test_deferred.py", ".data")),
 }
 

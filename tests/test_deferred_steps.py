@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper_dynamo as piper
-from piper_dynamo import recording
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.pending import PendingBuffer
 from piper_dynamo.state import AbsentParameter
 from tests import experts, jobs, replicas
@@ -127,7 +127,7 @@ def test_experts_have_their_rows(zero: int) -> None:
 
 
 def test_a_wrong_generator_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "generator_of", lambda device: torch.Generator())
+    monkeypatch.setattr(compat, "generator_of", lambda device: torch.Generator())
     ranks = first_values(LATER, LINE2, jobs.strategy(LINE2, 2))
     whole = dict(USUAL.build(2).named_parameters())
     assert not all(torch.equal(v, whole[n]) for held in ranks for n, v in held.items())

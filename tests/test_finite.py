@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo import planning
 from piper_dynamo.access import state_of
 from piper_dynamo.ir.program import UNWATCHED
 from piper_dynamo.loss_scale import Scaler
@@ -84,6 +85,23 @@ def test_all_ranks_raise_before_anything_is_updated(placement: Placement, rank: 
         jobs.mentions(text, "test_finite.py", "parameter", "'w.1'", "nothing was updated")
         if placement is LINE:
             jobs.mentions(text, "1 of 2")
+
+
+def test_the_first_of_many_alike_replicas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica's program is simulated for all."""
+    monkeypatch.setattr(planning, "MANY_RANKS", 3)
+    where: Placement = {0: [0, 1, 2], 1: [0, 1, 2]}
+    x, y = bad_row(6, 12)  # replica 1's second microbatch
+    x[8] = 0.0  # replica 2's first
+
+    def job() -> str:
+        given = replicas.mine((x, y), where)
+        wanted = replicas.strategy(where, 2, "gpipe", zero=3)
+        step = piper.compile(Logs(), wanted, example_inputs=given, nan_check="raise")
+        return jobs.refusal(lambda: step(*given), piper.PiperRuntimeError)
+
+    for text in jobs.run_ranks(job, 3):
+        jobs.mentions(text, "F.PP1.MB0 (stage PP=1, microbatch 0) on rank 2", "2 of 3")
 
 
 def test_skipped_steps_change_nothing() -> None:

@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 
 import piper_dynamo as piper
+from benchmarks.allocated import Allocated, allocated
 from piper_dynamo.cli import main
 from piper_dynamo.footprint import STATES, held_before, states_of
 from piper_dynamo.ir.program import Op
 from piper_dynamo.look.commands import OPTIMIZERS
 from piper_dynamo.lowering.memory import bytes_over_time, held_over_time
 from piper_dynamo.pictures import read_chrome_trace, to_chrome_trace
-from piper_dynamo.timeline import BEFORE, CATEGORIES, STEP, Timeline
+from piper_dynamo.timeline import BEFORE, CATEGORIES, INSIDE, STEP, Timeline
 from tests import jobs, replicas
-from tests.jobs import LINE2, V2
+from tests.jobs import LINE2, ONE, V2
 from tests.models import Counter, Stack4, TiedLM, rows
 from tests.replicas import PAIR, numbers
 
@@ -101,7 +103,7 @@ def test_state_of_an_optimizer(optimizer: Any, states: int):
         assert one.held["parameters"] == 2 * WEIGHT  # half of four
         assert one.held["optimizer state"] == 2 * states * WEIGHT
         assert one.total == sum(one.held.values())
-        assert list(one.held) == list(CATEGORIES)
+        assert list(one.held) == [*CATEGORIES, INSIDE]
 
 
 def test_torchs_optimizers_keep_as_much():
@@ -118,6 +120,65 @@ def test_torchs_optimizers_keep_as_much():
         kept = [v for v in optimizer.state[param].values() if torch.is_tensor(v) and v.dim()]
         assert sum(v.nbytes for v in kept) == states_of(name) * param.nbytes  # type: ignore[operator]
     assert tuple(STATES) == OPTIMIZERS
+
+
+class Wide(nn.Module):
+    """Blocks whose backward, when all is computed again, needs more than what is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            with piper.annotate("PP", number // 2):
+                x = x + nn.functional.dropout(block(x), 0.1)
+        with piper.annotate("PP", 1):
+            return nn.functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize("case", ["whole", "halves", "recomputed", "autocast"])
+def test_a_peak_is_what_the_allocator_gives_out(case: str):
+    """Between tasks exactly; inside them but for what operators need for themselves.
+
+    Products in bfloat16 need most, since kernels copy what they multiply: much of so small a model.
+    """
+    batch = torch.randn(512, 64), torch.arange(512) % 32
+    given = jobs.strategy(ONE, 4, "")
+    more: list[Any] = []
+    if case == "halves":
+        more = [piper.Order([{"PP": 1, "PASS": "BI"}, {"PP": 1, "PASS": "BW"}])]
+    elif case == "recomputed":
+        more = [piper.Recompute({"PP": "*"})]
+
+    def job() -> tuple[Allocated, int, piper.Plan]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            step = piper.compile(
+                Wide(), piper.Strategy(*given.directives, *more), example_inputs=batch
+            )
+            for _ in range(2):
+                with piper.record(step):
+                    step(*batch)
+            with piper.record(step):
+                found = allocated(lambda: step(*batch))
+        plan = piper.explain(step)
+        highest: list[int] = []
+        held_over_time(plan.programs[0], plan.chunks, highest)
+        return found, max(highest), plan
+
+    ((found, most, plan),) = jobs.run_ranks(job, 1)
+    small = 8 * 2**10  # bytes: the state of the generator, and a few numbers
+    assert abs(found.between - plan.programs[0].peak_bytes) <= small
+    assert abs(found.ever - most) <= (0.1 if case == "autocast" else 0.01) * most
+    (memory,) = plan.memory()
+    before = memory.held["parameters"] + memory.held["buffers"]
+    assert memory.total == before + most
+    if case == "recomputed":  # else nearly everything is held when the first backward begins
+        assert memory.held[INSIDE] > 0.3 * most
 
 
 def test_without_an_optimizer_its_state_is_left_out_and_said_so():

@@ -84,9 +84,9 @@ rank  regions  parameters  absent  buffers  tasks      sends  step peak
    1  PP1           128 B   192 B        -      8  5 (264 B)      464 B
 4 parameters (320 B)
 memory when each rank holds most; the optimizer's state, which a plan does not know, comes on top
-rank  parameters  buffers  gradients  activations  communication      all
-   0       192 B     72 B      192 B        528 B          128 B  1.1 KiB
-   1       128 B        -      128 B        208 B          128 B    592 B
+rank  parameters  buffers  gradients  activations  communication  inside tasks      all
+   0       192 B     72 B      256 B        328 B           72 B         320 B  1.2 KiB
+   1       128 B        -      128 B        144 B          128 B         128 B    656 B
 4 chunks to compile
 messages of a step
 from  to  value of   messages  each
@@ -102,8 +102,8 @@ rank  regions   parameters  tasks  step peak
    0  PP0, PP1       512 B     16      808 B
 4 parameters (512 B)
 memory when each rank holds most; the optimizer's state, which a plan does not know, comes on top
-rank  parameters  gradients  activations      all
-   0       512 B      512 B        296 B  1.3 KiB
+rank  parameters  gradients  activations  inside tasks      all
+   0       512 B      512 B        216 B         128 B  1.3 KiB
 4 chunks to compile""",
     )
 
