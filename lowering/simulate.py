@@ -237,7 +237,7 @@ class _Simulator:
                 one.starts.append(one.now)
             if not self.step(program.rank, one, instrs[one.at]):
                 break
-            one.now += self.costs.host.get(instrs[one.at].op, 0.0)
+            one.now += self.costs.to_issue(instrs[one.at].op, instrs[one.at].specs)
             one.at += 1
         return one.at > begin
 

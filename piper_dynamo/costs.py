@@ -35,13 +35,15 @@ class Costs:
         skew: What a collective takes beside `comm`, since its ranks do not start it at once.
         per_value: How long each value of a collective takes its link beside its bytes.
         host: What issuing an instruction takes of its rank, by what it does (`Op`).
+        host_value: What each value of a collective takes of its rank beside that, by what it does.
+        host_byte: The same of each byte of its results.
         call: What a rank does before its first instruction.
         slowdown: How much longer chunks take while 1, 2, ... ranks compute, where these share a
             machine; for more of them, as the last says. Empty: each has its own.
 
     Raises:
-        PiperStrategyError: `comm`, `skew`, `per_value`, `call` or one of `host` is negative or not
-            finite, `host` names no instruction, `bandwidth` is not above 0, a slowdown is below 1,
+        PiperStrategyError: `comm`, `skew`, `per_value`, `call` or one of the host's is negative or
+            not finite, or names no instruction, `bandwidth` is not above 0, a slowdown is below 1,
             or `of` and `chunks` are both there.
     """
 
@@ -55,6 +57,8 @@ class Costs:
     skew: float = 0.0
     per_value: float = 0.0
     host: Mapping[Op, float] = field(default_factory=dict)
+    host_value: Mapping[Op, float] = field(default_factory=dict)
+    host_byte: Mapping[Op, float] = field(default_factory=dict)
     call: float = 0.0
     slowdown: tuple[float, ...] = ()
 
@@ -62,15 +66,15 @@ class Costs:
         """Refuse links that carry nothing, and times that cannot be."""
         names = ("comm", "skew", "per_value", "call")
         times = {name: getattr(self, name) for name in names}
-        times |= {f"host of {op}": time for op, time in self.host.items()}
+        ofs = {n: getattr(self, n) for n in ("host", "host_value", "host_byte")}
+        times |= {f"{n} of {op}": time for n, of in ofs.items() for op, time in of.items()}
         for name, time in times.items():
             if not 0 <= time < math.inf:
                 raise PiperStrategyError(f"Costs: {name} is {time!r}; give a time, 0 or above")
-        unknown = [name for name in self.host if name not in set(Op)]
-        if unknown:
-            known = ", ".join(Op)
+        unknown = [(n, op) for n, of in ofs.items() for op in of if op not in set(Op)]
+        for name, op in unknown[:1]:
             raise PiperStrategyError(
-                f"Costs: host names {unknown[0]!r}, which is no instruction; there are: {known}"
+                f"Costs: {name} names {op!r}, which is no instruction; there are: {', '.join(Op)}"
             )
         if any(not 1 <= factor < math.inf for factor in self.slowdown):
             raise PiperStrategyError(
@@ -123,6 +127,15 @@ class Costs:
 
         took = {c.key: sum(map(time, work_by_operator(c.graph))) for c in chunks.values()}
         return cls(chunks=took, comm=alpha, bandwidth=bandwidth, skew=skew)
+
+    def to_issue(self, op: Op, specs: Sequence[TensorSpec]) -> float:
+        """How long issuing an instruction takes; `specs` are a collective's results."""
+        fixed = self.host.get(op, 0.0)
+        if not specs:
+            return fixed
+        nbytes = sum(spec.nbytes for spec in specs) if op in self.host_byte else 0
+        of_values = len(specs) * self.host_value.get(op, 0.0)
+        return fixed + of_values + nbytes * self.host_byte.get(op, 0.0)
 
     def on_link(self, nbytes: float, values: int = 0) -> float:
         """How long a link is taken by so many bytes, and so many values of a collective."""

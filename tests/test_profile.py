@@ -112,6 +112,7 @@ def test_rates_are_above_0(rates: tuple[float, float]) -> None:
         ({"call": math.inf}, "call is inf"),
         ({"host": {Op.SEND: -1.0}}, "host of send is -1.0"),
         ({"host": {"sned": 1.0}}, "host names 'sned'"),
+        ({"host_byte": {Op.ALL_GATHER: -1.0}}, "host_byte of all_gather is -1.0"),
         ({"slowdown": (1.0, 0.5)}, "give factors of at least 1"),
         ({"chunks": {}, "of": lambda name: 1.0}, "give one"),
     ],
@@ -131,6 +132,20 @@ def test_host_and_call_take_time() -> None:
     slices = sum(i.op is Op.SLICE for i in found.programs[0].instrs)
     costs = piper.Costs(F=0, BI=0, BW=0, host={Op.SLICE: 0.5}, call=2.0)
     assert found.simulate(costs).makespan == 2.0 + 0.5 * slices
+
+
+def test_collectives_take_the_host_by_value_and_byte() -> None:
+    strategy = piper.strategies.pipeline("gpipe", ranks=1, num_microbatches=1, replicas=2, zero=3)
+    found = piper.plan(Stack4(1), strategy, rows(4))
+    gathers = [i for i in found.programs[0].instrs if i.op is Op.ALL_GATHER]
+    values = sum(len(i.specs) for i in gathers)
+    nbytes = sum(spec.nbytes for i in gathers for spec in i.specs)
+    assert values > len(gathers)
+    free = {"F": 0.0, "BI": 0.0, "BW": 0.0}
+    by_value = piper.Costs(**free, host={Op.ALL_GATHER: 1.0}, host_value={Op.ALL_GATHER: 0.5})
+    assert found.simulate(by_value).makespan == len(gathers) + 0.5 * values
+    by_byte = piper.Costs(**free, host_byte={Op.ALL_GATHER: 0.25})
+    assert found.simulate(by_byte).makespan == 0.25 * nbytes
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +198,7 @@ def profile_of(plan: piper.Plan) -> Profile:
         alpha=1e-5,
         bandwidth=1e9,
         host={"send": 1e-6},
+        host_value={"all_gather": 1e-6},
         slowdown=(1.0, 1.5),
     )
 
@@ -206,10 +222,10 @@ def test_measured_chunks_take_what_they_took(line: piper.Plan) -> None:
 
 
 def test_fitted_rates_are_not_below_0() -> None:
-    features = [(1.0, 0, 0, 2.0, 1.0), (2.0, 0, 0, 1.0, 1.0), (4.0, 0, 0, 1.0, 9.0)]
-    rates = fitted(features, [1.0, 3.0, 5.0])
+    features = ((1.0, 0, 0, 2.0, 1.0), (2.0, 0, 0, 1.0, 1.0), (4.0, 0, 0, 1.0, 9.0))
+    rates = fitted(features, (1.0, 3.0, 5.0))
     assert min(rates) >= 0
-    assert fitted([], []) == (0.0,) * len(FEATURES)
+    assert fitted((), ()) == (0.0,) * len(FEATURES)
 
 
 def test_a_profile_is_written_and_read(line: piper.Plan, tmp_path) -> None:
@@ -231,7 +247,7 @@ def broken(change) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda f: f.update(version=2),
+        lambda f: f.update(version=1),
         lambda f: f.pop("call"),
         lambda f: f.update(more=1),
         lambda f: f.update(alpha=-1),
@@ -269,7 +285,9 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.bandwidth is not None
     assert found.bandwidth > 1e6
     assert 0 < found.alpha < 0.1
-    assert {"send", "post", "slice"} <= set(found.host)
+    assert {"send", "post", "slice", "all_gather"} <= set(found.host)
+    assert min(found.host_value.values()) >= 0
+    assert set(found.host_value) == {"all_reduce", "all_gather", "reduce_scatter"}
     assert found.call > 0
     assert Profile.from_json(found.to_json()) == found
     plan = plan_of(Stack4(1), rows(8), num_microbatches=2)

@@ -119,16 +119,13 @@ def measure_ranks(ranks: int) -> dict[str, Any]:
     pair: dict[str, Any] = launch(_measure_pair, 2)[0]
     if ranks == 1:
         return pair
-    took: list[float] = launch(_measure_together, ranks)[0]
-    return pair | {"slowdown": tuple(max(one / took[0], 1.0) for one in took)}
+    slowdown: tuple[float, ...] = launch(_slowdown, ranks)[0]
+    return pair | {"slowdown": slowdown}
 
 
 def _measure_pair() -> dict[str, Any]:
-    return _links() | _host()
-
-
-def _measure_together() -> list[float]:
-    return [_work_of(count) for count in range(1, world_size() + 1)]
+    links, host = _links(), _host()
+    return links | {"call": host.pop("call"), "host": host.pop("host") | links["host"]}
 
 
 def _links() -> dict[str, Any]:
@@ -154,7 +151,40 @@ def _links() -> dict[str, Any]:
         "bandwidth": 2 / (per_byte + per_reduced),
         "skew": max(start - alpha - per_value, 0.0),
         "per_value": per_value,
+        **_issuing(comm, group),
     }
+
+
+def _issuing(comm: TorchCommunicator, group: Any) -> dict[str, dict[str, float]]:
+    """What it takes a rank to start collectives: each, each value, each byte of the results."""
+    found: dict[str, dict[str, float]] = {"host": {}, "host_value": {}, "host_byte": {}}
+    large, few = SIZES[-1] // 4, SIZES[0] // 4
+    for op, given, come in (
+        (Op.ALL_REDUCE, 1, 1),
+        (Op.ALL_GATHER, 1, 2),
+        (Op.REDUCE_SCATTER, 2, 1),
+    ):
+
+        def start(
+            count: int, size: int, op: Op = op, given: int = given, come: int = come
+        ) -> float:
+            values = [torch.zeros(given * size) for _ in range(count)]
+            likes = [torch.zeros(come * size) for _ in range(count)]
+            took = []
+            for _ in range(ROUNDS):
+                dist.barrier()
+                begin = time.perf_counter()
+                handle = comm.start_collective(op, values, group, likes)
+                took.append(time.perf_counter() - begin)
+                comm.wait_all(handle)
+            return statistics.median(took)
+
+        one, many, much = start(1, few), start(VALUES, few), start(1, large)
+        each = max((many - one) / (VALUES - 1), 0.0)
+        found["host"][op.value] = max(one - each, 0.0)
+        found["host_value"][op.value] = each
+        found["host_byte"][op.value] = max((much - one) / (4 * come * (large - few)), 0.0)
+    return found
 
 
 def _round_trip(comm: TorchCommunicator, value: torch.Tensor) -> None:
@@ -189,19 +219,31 @@ def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, floa
     return seconds[0], max(slope, 1e-15)
 
 
+def _slowdown() -> tuple[float, ...]:
+    """How much longer rank 0 takes while 1, 2, ... ranks work, beside alone.
+
+    Alone and together in turn, and the median of the ratios: what else the machine does in between
+    slows one round, and not one side.
+    """
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for _ in range(ROUNDS):
+        alone = _work_of(1)
+        for count in range(2, world_size() + 1):
+            ratios[count].append(_work_of(count) / alone if alone else 1.0)
+    return (1.0, *(max(statistics.median(found), 1.0) for found in ratios.values()))
+
+
 def _work_of(count: int) -> float:
     """What rank 0 takes for a fixed mixture of products and traffic while `count` ranks do it."""
     weight, rows = torch.zeros(256, 256), torch.zeros(512, 256)
-
-    def work() -> None:
-        for _ in range(4):
-            hidden = torch.nn.functional.silu(rows @ weight)
-            torch.softmax(hidden.add_(rows), -1)
-
     dist.barrier()
-    took = _median(work) if rank() < count else 0.0
-    dist.barrier()
-    return took
+    if rank() >= count:
+        return 0.0
+    start = time.perf_counter()
+    for _ in range(12):
+        hidden = torch.nn.functional.silu(rows @ weight)
+        torch.softmax(hidden.add_(rows), -1)
+    return time.perf_counter() - start
 
 
 class _Tiny(nn.Module):

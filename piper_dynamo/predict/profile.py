@@ -6,6 +6,7 @@ unit of each, fitted to the measured chunks, by which chunks that were not measu
 Signature: measurements <-> JSON; chunks -> costs in seconds.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -22,7 +23,7 @@ from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.work import work_by_operator
 
-VERSION = 1
+VERSION = 2
 _features: dict[str, tuple[float, ...]] = {}  # by chunk key: equal chunks do the same
 FEATURES = ("product_flops", "product_bytes", "attention_flops", "other_bytes", "operators")
 
@@ -55,6 +56,8 @@ class Profile:
         skew: What a collective takes beside that.
         per_value: What each of its values takes beside its bytes.
         host: What issuing an instruction takes, by what it does.
+        host_value: What each value of a collective takes beside that, by what it does.
+        host_byte: The same of each byte of its results.
         call: What a step takes beside its program.
         slowdown: How much longer chunks take while 1, 2, ... ranks compute.
     """
@@ -67,12 +70,14 @@ class Profile:
     skew: float = 0.0
     per_value: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
+    host_value: Mapping[str, float] = field(default_factory=dict)
+    host_byte: Mapping[str, float] = field(default_factory=dict)
     call: float = 0.0
     slowdown: tuple[float, ...] = ()
 
     def rates(self) -> tuple[float, ...]:
         """Seconds per unit of each feature, none below 0, that fit the measured chunks best."""
-        return fitted([c.features for c in self.chunks], [c.seconds for c in self.chunks])
+        return fitted(tuple(c.features for c in self.chunks), tuple(c.seconds for c in self.chunks))
 
     def costs(self, chunks: Mapping[str, Chunk]) -> Costs:
         """The costs of a plan on this machine, in seconds.
@@ -94,7 +99,9 @@ class Profile:
             bandwidth=self.bandwidth,
             skew=self.skew,
             per_value=self.per_value,
-            host={Op(name): seconds for name, seconds in self.host.items()},
+            host=_by_op(self.host),
+            host_value=_by_op(self.host_value),
+            host_byte=_by_op(self.host_byte),
             call=self.call,
             slowdown=self.slowdown,
         )
@@ -189,10 +196,17 @@ def _read(found: Any) -> Profile:
         bandwidth=None if bandwidth is None else _number(bandwidth),
         skew=_number(found["skew"]),
         per_value=_number(found["per_value"]),
-        host={str(Op(name)): _number(seconds) for name, seconds in found["host"].items()},
+        **{
+            name: {str(Op(op)): _number(seconds) for op, seconds in found[name].items()}
+            for name in ("host", "host_value", "host_byte")
+        },
         call=_number(found["call"]),
         slowdown=tuple(map(_number, found["slowdown"])),
     )
+
+
+def _by_op(times: Mapping[str, float]) -> dict[Op, float]:
+    return {Op(name): seconds for name, seconds in times.items()}
 
 
 def _number(value: Any) -> float:
@@ -224,7 +238,10 @@ def predicted(features: Sequence[float], rates: Sequence[float]) -> float:
     return sum(amount * rate for amount, rate in zip(features, rates, strict=True))
 
 
-def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+@functools.lru_cache(maxsize=8)  # a search asks for the same ones with every plan
+def fitted(
+    features: tuple[tuple[float, ...], ...], seconds: tuple[float, ...]
+) -> tuple[float, ...]:
     """Rates of at least 0 with the least squares of relative errors.
 
     Args:
