@@ -143,6 +143,6 @@ def run(pairs: int, schedules: Sequence[str], unit_s: float = UNIT_S) -> Iterato
             what=f"{schedule}, simulated",
             figures=beside.text(),
             bar=f"<= {SIMULATED_BAR:.2f} x simulated",
-            held=beside.holds(SIMULATED_BAR, tolerance=0.0),
+            held=beside.holds(SIMULATED_BAR),
             data=beside.figures(),
         )
