@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from piper_dynamo.runtime import blocks
+from piper_dynamo import blocks
 from piper_dynamo.runtime.executor import Runtime
 
 MARK = "piper: an instruction has been issued"

@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import blocks
 from piper_dynamo.ir.alias import (
     drop_dead,
     exchange_of,
@@ -33,7 +34,6 @@ from piper_dynamo.ir.alias import (
 )
 from piper_dynamo.ir.chunk import Chunk, copied, spec_of
 from piper_dynamo.ir.program import mix_seed
-from piper_dynamo.runtime import blocks
 
 aten = ops.aten
 _COMMUTES = (aten.add.Tensor, aten.mul.Tensor)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import blocks
 from piper_dynamo.errors import PiperTimeoutError
 from piper_dynamo.ir.program import EXCHANGES, Group, Op, copy_groups
-from piper_dynamo.runtime import blocks
 from piper_dynamo.runtime.exchange import pack
 
 POLL_S = 0.002

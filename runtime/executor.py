@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import blocks
 from piper_dynamo.errors import (
     PiperError,
     PiperRuntimeError,
@@ -32,7 +33,6 @@ from piper_dynamo.ir.program import (
     Watch,
     mix_seed,
 )
-from piper_dynamo.runtime import blocks
 from piper_dynamo.runtime.comm import Communicator
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import piper_dynamo as piper
+from piper_dynamo import blocks
+from piper_dynamo.blocks import LEAST_BYTES, Blocks
 from piper_dynamo.lowering.aten import runnable_graph
 from piper_dynamo.lowering.sums import passing
-from piper_dynamo.runtime import blocks
-from piper_dynamo.runtime.blocks import LEAST_BYTES, Blocks
 from tests import replicas
 from tests.jobs import STEPS, Trace
 from tests.pool import Pool

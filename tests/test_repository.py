@@ -48,7 +48,7 @@ FACADE = frozenset(
     }
 )
 # Modules that import no other part: every layer may use them.
-COMMON = frozenset({"errors", "_torch_compat"})
+COMMON = frozenset({"errors", "_torch_compat", "blocks"})
 
 
 def module_name(path: Path) -> str:

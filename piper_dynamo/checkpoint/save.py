@@ -1,11 +1,9 @@
 """`save_checkpoint`, and its form that writes in the background."""
 
 import os
-import sys
 import threading
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +39,6 @@ from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
 from piper_dynamo.meeting import Meeting
 from piper_dynamo.runtime.local import current
 from piper_dynamo.state import Record
-
-LOWEST_PRIORITY = 19  # as `nice` counts
 
 
 class Saving:
@@ -126,21 +122,10 @@ class Saving:
         self._thread.start()
 
     def _run(self) -> None:
-        _give_way()
         try:
             self.write()
         except BaseException as error:  # raised in `wait`
             self._error = error
-
-
-def _give_way() -> None:
-    """Let this thread have only what the others leave of the processors.
-
-    Elsewhere than on Linux that is a matter of whole processes.
-    """
-    if sys.platform == "linux":
-        with suppress(PermissionError):  # the process may have been put lower already
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 def _is_empty(item: WriteItem) -> bool:
