@@ -236,7 +236,8 @@ def test_memory_counts_state_and_step() -> None:
     found, without = memory_by_rank(plan), memory_by_rank(plan, optimizer=0)
     own = 2 * 16 * 8  # two matrices of 16 numbers in float64
     assert [found[r] - without[r] for r in range(2)] == [own, 2 * own]  # one is frozen
-    assert [without[r] - own for r in range(2)] == [p.peak_bytes for p in plan.programs]
+    assert list(without.values()) == [one.total for one in plan.memory()]
+    assert all(without[r] - own >= plan.programs[r].peak_bytes for r in range(2))
 
 
 def test_a_model_with_its_own_stages_keeps_them() -> None:

@@ -289,10 +289,9 @@ def memory_by_rank(plan: Plan, optimizer: float = ADAMW) -> dict[int, int]:
         optimizer: Bytes of optimizer state per byte of parameters that are trained.
     """
     found = {}
-    for program in plan.distinct:
-        parameters, buffers, trained = held_before(program, plan.args, optimizer=1)
-        state = parameters + round(trained * optimizer) + buffers
-        found[program.rank] = state + program.peak_bytes
+    for program, one in zip(plan.distinct, plan.memory(), strict=True):
+        _, _, trained = held_before(program, plan.args, optimizer=1)
+        found[one.rank] = one.total + round(trained * optimizer)
     return found
 
 
