@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import assert_never
 
+from piper_dynamo import foreign
 from piper_dynamo.directives import (
     Keep,
     Loss,
@@ -22,6 +23,8 @@ from piper_dynamo.mesh import Mesh
 from piper_dynamo.schedules import SCHEDULES, Shape, stages_by_rank
 from piper_dynamo.strategy import LossPath, Strategy
 from piper_dynamo.values import Faults, is_whole, user_line
+
+_NEEDED = ("pp", "dp")  # axes that a mesh has whatever their size
 
 
 def placement(
@@ -117,6 +120,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     bucket_mb: float | None = None,
     prefetch: int = 1,
     keep: Keep = "chunk",
+    shard_ranks: int | None = None,
     expert_ranks: int = 1,
     capacity: int | float | None = None,
     recompute: float | None = None,
@@ -137,6 +141,8 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         bucket_mb: Size of the pieces that are gathered and reduced.
         prefetch: How many uses ahead parameters are gathered.
         keep: How long gathered parameters stay.
+        shard_ranks: Over how many neighbouring replicas state is sharded, a divisor of `replicas`;
+            along the others there are copies of it. None: over all.
         expert_ranks: How many of the replicas share the experts (regions tagged "EP") of one copy;
             a divisor of `replicas`.
         capacity: How many rows an expert takes of one rank's microbatch, see `Shard`.
@@ -158,19 +164,37 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
     if replicas == 1 and bucket_mb is not None:
         faults.add("bucket_mb", bucket_mb, "needs replicas to reduce over; replicas is 1")
+    if shard_ranks is not None and not zero:
+        faults.add("shard_ranks", shard_ranks, "needs something to shard; zero is 0")
     faults.whole("expert_ranks", expert_ranks, 1)
     faults.check()
     if replicas % expert_ranks:
         faults.add("expert_ranks", expert_ranks, f"must divide replicas={replicas}")
-        faults.check()
+    sharers = replicas if shard_ranks is None else shard_ranks
+    if not is_whole(sharers) or sharers < 1 or replicas % sharers or sharers % expert_ranks:
+        must = f"must divide replicas={replicas}, and be a multiple of expert_ranks={expert_ranks}"
+        faults.add("shard_ranks", shard_ranks, must)
+    faults.check()
     devices = placement(schedule, ranks, stages, replicas=replicas)
     has_shard = expert_ranks > 1 or capacity is not None
-    # Only copies of experts need axes; without them a group is all devices of a region.
-    copies = replicas // expert_ranks if has_shard else 1
-    mesh = Mesh((ranks, copies, expert_ranks), ("pp", "dp", "ep")) if copies > 1 else None
-    axes = ("dp", "ep") if mesh is not None else None
+    copies, blocks = replicas // sharers, sharers // expert_ranks
+    mesh, axes, shard_axes = None, None, None
+    # Without copies of experts or of shards a group is all devices of a region.
+    if copies > 1 or (has_shard and blocks > 1):
+        sizes = {"pp": ranks, "copy": copies, "dp": blocks, "ep": expert_ranks}
+        sizes = {
+            n: s for n, s in sizes.items() if n in _NEEDED or s > 1 or (n == "ep" and has_shard)
+        }
+        mesh, axes = Mesh(tuple(sizes.values()), tuple(sizes)), tuple(sizes)[1:]
+        shard_axes = axes[1:] if copies > 1 else None
     how = Replicate(
-        {"PP": "*"}, axes=axes, zero=zero, bucket_mb=bucket_mb, prefetch=prefetch, keep=keep
+        {"PP": "*"},
+        axes=axes,
+        shard_axes=shard_axes,
+        zero=zero,
+        bucket_mb=bucket_mb,
+        prefetch=prefetch,
+        keep=keep,
     )
     shard = Shard({"EP": "*"}, axes=None if mesh is None else ("ep",), capacity=capacity)
     build, _ = SCHEDULES[schedule]
@@ -234,6 +258,124 @@ def from_orders(
         *([Replicate({"PP": "*"}, zero=zero)] if replicas > 1 else []),
         *orders,
         loss=loss,
+    )
+
+
+def from_torchtitan(
+    parallelism: Mapping[str, object],
+    *,
+    world_size: int,
+    local_batch_size: int = 1,
+    regions: Mapping[str, Mapping[str, int]] | None = None,
+    inputs: Mapping[str, Rule] | None = None,
+    loss: LossPath | None = None,
+) -> Strategy:
+    """The strategy of a torchtitan job.
+
+    Args:
+        parallelism: The `[parallelism]` table of its configuration.
+        world_size: How many ranks.
+        local_batch_size: Rows that a replica is given, of `[training]`.
+        regions: The stages by module path; None: those of `module_fqns_per_model_part`, or the
+            model's own annotations.
+        inputs: How each argument is split, see `Split`.
+        loss: Which output is the loss, see `Strategy`.
+
+    Raises:
+        PiperStrategyError: Lists every argument that has no counterpart here.
+    """
+    faults = _job("from_torchtitan", world_size, local_batch_size=local_batch_size)
+    meaning = foreign.torchtitan(
+        parallelism, faults, world_size=world_size, local_batch_size=local_batch_size
+    )
+    return _foreign(meaning, faults, regions, inputs, loss)
+
+
+def from_megatron(
+    arguments: Mapping[str, object],
+    *,
+    world_size: int,
+    regions: Mapping[str, Mapping[str, int]] | None = None,
+    inputs: Mapping[str, Rule] | None = None,
+    loss: LossPath | None = None,
+) -> Strategy:
+    """The strategy of a Megatron-LM job.
+
+    Args:
+        arguments: Its arguments of parallelism, batch sizes, recomputation and precision, by the
+            names that they have in `args`: `pipeline_model_parallel_size`, ...
+        world_size: How many ranks.
+        regions: The stages by module path; None: the model's own annotations.
+        inputs: How each argument is split, see `Split`.
+        loss: Which output is the loss, see `Strategy`.
+
+    Raises:
+        PiperStrategyError: Lists every argument that has no counterpart here.
+    """
+    faults = _job("from_megatron", world_size)
+    meaning = foreign.megatron(arguments, faults, world_size=world_size)
+    return _foreign(meaning, faults, regions, inputs, loss)
+
+
+def from_deepspeed(
+    config: Mapping[str, object],
+    *,
+    world_size: int,
+    stages: int = 1,
+    expert_ranks: int = 1,
+    regions: Mapping[str, Mapping[str, int]] | None = None,
+    inputs: Mapping[str, Rule] | None = None,
+    loss: LossPath | None = None,
+) -> Strategy:
+    """The strategy of a DeepSpeed job.
+
+    Args:
+        config: Its configuration, without what belongs into the loop (optimizer, clipping).
+        world_size: How many ranks.
+        stages: `PipelineModule(num_stages=)`.
+        expert_ranks: `MoE(ep_size=)`.
+        regions: The stages by module path; None: the model's own annotations.
+        inputs: How each argument is split, see `Split`.
+        loss: Which output is the loss, see `Strategy`.
+
+    Raises:
+        PiperStrategyError: Lists every entry that has no counterpart here.
+    """
+    faults = _job("from_deepspeed", world_size, stages=stages, expert_ranks=expert_ranks)
+    meaning = foreign.deepspeed(
+        config, faults, world_size=world_size, stages=stages, expert_ranks=expert_ranks
+    )
+    return _foreign(meaning, faults, regions, inputs, loss)
+
+
+def _job(name: str, world_size: int, **sizes: int) -> Faults:
+    """Faults of one of the functions above, whose own numbers are checked first."""
+    faults = Faults(f"piper.strategies.{name}", user_line())
+    for argument, value in {"world_size": world_size, **sizes}.items():
+        faults.whole(argument, value, 1)
+    faults.check()
+    return faults
+
+
+def _foreign(
+    meaning: foreign.Meaning,
+    faults: Faults,
+    regions: Mapping[str, Mapping[str, int]] | None,
+    inputs: Mapping[str, Rule] | None,
+    loss: LossPath | None,
+) -> Strategy:
+    """The strategy of what another system's arguments mean."""
+    faults.check()
+    asked = dict(meaning.pipeline)
+    if regions is not None:
+        asked["regions"] = regions
+    elif asked["ranks"] == 1:
+        asked.setdefault("regions", {"*": {"PP": 0}})
+    made = pipeline(**asked, inputs=inputs, loss=loss)
+    if meaning.precision is None:
+        return made
+    return Strategy(
+        *made.directives, meaning.precision, mesh=made.mesh, loss=made.loss, regions=made.regions
     )
 
 
