@@ -32,7 +32,7 @@ from piper_dynamo.predict.bounds import EXPERTS, STAGE, chunks_of, lower_bound
 from piper_dynamo.predict.found import Dropped, Found, Search
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.space import Choice, Regions, Space
-from piper_dynamo.predict.stages import flops_by_node, regions_of
+from piper_dynamo.predict.stages import operators_of, regions_of
 from piper_dynamo.schedules import SCHEDULES, Shape
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy
@@ -206,7 +206,7 @@ class _Job:
         self._step, self._call = now.steps[-1], now.calls[-1]
         self._costs, self._optimizer, self._loss = costs, optimizer, loss
         self._own = len(indices_of(self._step.graph, STAGE))
-        self._flops = flops_by_node(self._step.graph, self._call)
+        self._operators = operators_of(self._step.graph, self._call)
         self._dims = data_dims(self._call.args, split_of(wanted))
         self._known: dict[int, tuple[Template, Costs]] = {}
         specs = {arg.position: arg.spec for arg in self._call.args}
@@ -221,7 +221,7 @@ class _Job:
             PiperStrategyError: The model says other stages, or cannot be cut into so many.
         """
         if not self._own:
-            return regions_of(self._flops, stages)
+            return regions_of(self._operators, stages)
         if stages != self._own:
             raise PiperStrategyError(f"the model's own annotations name {self._own} stages")
         return None
