@@ -23,8 +23,8 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow test-torch fuzz fuzz-train bench-pipeline bench-zero \
-	bench-experts bench-plan bench-predict bench-init bench-state \
+.PHONY: help env train test test-slow test-torch test-models fuzz fuzz-train bench-pipeline \
+	bench-zero bench-experts bench-plan bench-predict bench-init bench-state \
 	lint format docs clean
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test    lint, then the tests (ARGS=... to pytest)"
 	@echo "make test-slow   the wide sweeps"
 	@echo "make test-torch TORCH=2.11.0   the tests with another torch, in an environment of its own"
+	@echo "make test-models   models of transformers and peft, and of kinds that users have"
 	@echo "make fuzz    random jobs and wrong programs (ARGS='--plans 1000 --seed 7')"
 	@echo "make fuzz-train   random trainings beside one process (ARGS='--trainings 1000 --seed 7')"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
@@ -77,6 +78,15 @@ test-torch:
 	@$(MAKE) --no-print-directory env PYTHON= VENV=$(TORCH_VENV) \
 		INSTALL="'torch==$(TORCH)' -e '.[test]'"
 	$(TORCH_VENV)/bin/python -m pytest -m "not slow" $(SHARED_OUT) $(ARGS)
+
+# What users' models need beside Piper is large, so it has an environment of its own, too.
+MODELS_VENV = .venv-models
+MODELS_PY = $(if $(PYTHON),$(PYTHON),$(MODELS_VENV)/bin/python)
+
+test-models:
+	@$(if $(PYTHON),:,$(MAKE) --no-print-directory env VENV=$(MODELS_VENV) \
+		INSTALL="-c constraints.txt -e '.[test,models]'")
+	$(MODELS_PY) -m pytest $(SHARED_OUT) tests/test_examples.py tests/test_zoo.py $(ARGS)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(SHARED_OUT) $(ARGS)

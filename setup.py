@@ -64,6 +64,7 @@ setup(
             "safetensors",
             "setuptools",  # torch imports it in places, and a test builds the wheel
         ],
+        "models": ["peft", "transformers"],  # what examples/ train
         "triton": ["triton"],
         "safetensors": ["safetensors"],
         "ray": ["ray"],

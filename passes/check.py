@@ -18,6 +18,12 @@ from piper_dynamo.ir.joint import ArgKind, Capture
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.passes.regions import Regions
 
+# What crosses a border was made contiguous after what views it was traced: see `cut.py`.
+_VIEWS: dict[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
 
 def value_checker(
     capture: Capture, regions: Regions, dims: dict[int, int]
@@ -100,7 +106,7 @@ def _run_capture(
                 args = fx.node.map_arg(node.args, values.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
                 with torch.no_grad():
-                    values[node] = node.target(*args, **kwargs)
+                    values[node] = _VIEWS.get(node.target, node.target)(*args, **kwargs)
         by_name = {n.name: v for n, v in values.items()}
         assert capture.loss is not None
         loss_node = capture.outputs[capture.loss].node

@@ -210,10 +210,13 @@ def _forward_by_seq(capture: Capture, backward: set[Node]) -> dict[int, Node]:
     """The forward node that autograd numbered; its backward nodes have the same number.
 
     An operator that needs no gradient shows the number of the operator before it, so the first
-    counts.
+    counts. What a custom Function's backward makes shows that of the last operator of all, whatever
+    it belongs to.
     """
     found: dict[int, Node] = {}
     for node in capture.graph.nodes:
+        if node in backward and node.op == "call_function":
+            break
         number = node.meta.get("seq_nr")
         # Output copies are the last operators, whose number accumulation nodes show by mistake.
         is_copy = OUTPUT_COPY in (node.meta.get("custom") or {})
@@ -298,8 +301,13 @@ def _place_backward(
     rank = {region: i for i, region in enumerate(order)}
     for node in late:
         sources = {of[i] for i in node.all_input_nodes if i in of and i in backward}
-        if len(sources) == 1:
-            of[node] = next(iter(sources))
+        # A custom Function's backward goes where what its forward saved is, so that only gradients
+        # are sent.
+        saved = {of[i] for i in node.all_input_nodes if i in of and i not in backward}
+        least = min((rank[r] for r in sources), default=len(order))
+        near = [r for r in saved if rank[r] <= least]
+        if near or len(sources) == 1:
+            of[node] = max(near, key=rank.__getitem__) if near else next(iter(sources))
             continue
         # What passes a residual branch unchanged comes to its region anyway: summed there, it need
         # not be sent on beside the branch's own gradient.

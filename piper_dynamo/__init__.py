@@ -23,6 +23,7 @@ from piper_dynamo.checkpoint.save import save_checkpoint, save_checkpoint_async
 from piper_dynamo.checkpoint.state_dicts import export_checkpoint, state_dict
 from piper_dynamo.costs import Costs
 from piper_dynamo.deferred import deferred_init
+from piper_dynamo.doctor import doctor
 from piper_dynamo.errors import (
     PiperAbsentError,
     PiperCaptureError,
@@ -85,6 +86,7 @@ __all__ = [
     "data_world",
     "debug",
     "deferred_init",
+    "doctor",
     "explain",
     "export_checkpoint",
     "launch",

@@ -28,12 +28,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import (
-    ShapeEnv,
-)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -51,7 +48,6 @@ __all__ = [
     "annotate",
     "assume_constant_result",
     "aten_backend",
-    "attribute_stores",
     "autocast_state",
     "boxed_codegen",
     "compile_with_inductor",
@@ -61,7 +57,7 @@ __all__ = [
     "fake_tracing",
     "fixed_size",
     "generator_of",
-    "graph_break_of",
+    "hint_of",
     "inductor_backend",
     "is_marked_dynamic",
     "is_on_meta",
@@ -83,14 +79,12 @@ __all__ = [
     "reduce_scatter_single",
     "source_chain",
     "source_name",
-    "specialized_at",
     "swap_contents",
     "takes",
     "target_name",
     "trace_forward",
     "trace_joint",
     "unmark_dynamic",
-    "weakly_mark_arguments",
     "weakly_mark_dynamic",
     "with_bits",
 ]
@@ -115,16 +109,6 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     if not hasattr(tensor, "_dynamo_dynamic_indices"):
         _marked.append(weakref.ref(tensor))
     _mark_dynamic(tensor, dim)
-
-
-def graph_break_of(gm: fx.GraphModule) -> tuple[str, str] | None:
-    """Why and where (`file:line`) Dynamo cut this graph, or None where it holds the whole call."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not getattr(reason, "graph_break", False):
-        return None
-    stack = list(getattr(reason, "user_stack", ()) or ())
-    where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
-    return str(reason.reason), where
 
 
 def source_name(source: Any) -> str:
@@ -438,18 +422,6 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
-def specialized_at(placeholder: fx.Node) -> str:
-    """`file:line` of the code that turned a symbolic size of this graph into a number."""
-    value = placeholder.meta.get("example_value")
-    shape_env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
-    stacks = getattr(shape_env, "specialization_stacks", {})
-    name = source_name(placeholder.meta["grapharg"].source)
-    for source, stack in stacks.items():
-        if source_name(source).startswith(name) and len(stack):
-            return f"{stack[-1].filename}:{stack[-1].lineno}"
-    return ""
-
-
 def fixed_size(size: Any) -> int | None:
     """The number that a traced size is, or that the model fixed it to; None while it is free."""
     if isinstance(size, int):
@@ -482,37 +454,6 @@ def weakly_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
         _marked.append(weakref.ref(tensor))
     maybe_mark_dynamic(tensor, dim)
-
-
-def weakly_mark_arguments() -> None:
-    """Make dim 0 symbolic for every tensor argument of the call being traced.
-
-    An argument whose size alone is used is no input of the graph, and its size would be a number.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    for value in tree_leaves(dict(InstructionTranslator.current_tx().output.local_scope)):
-        plain = isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
-        if plain and value.dim() and value.shape[0] > 1 and not is_marked_dynamic(value, 0):
-            weakly_mark_dynamic(value, 0)
-
-
-def attribute_stores() -> list[str]:
-    """Tensors that the call being traced assigns to attributes of modules, e.g. `ema`."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    effects = InstructionTranslator.current_tx().output.side_effects
-    found: list[str] = []
-    for owner, attributes in effects.store_attr_mutations.items():
-        if "NNModule" in type(owner).__name__:
-            found += [n for n, v in attributes.items() if "TensorVariable" in type(v).__name__]
-    for variable in effects.id_to_variable.values():
-        if "DictVariable" not in type(variable).__name__ or variable.source is None:
-            continue
-        name = source_name(variable.source)
-        if name.endswith(("._buffers", "._parameters")) and effects.is_modified(variable):
-            found.append(name.rpartition(".")[2])
-    return found
 
 
 def is_python_float(placeholder: fx.Node) -> bool:
@@ -591,6 +532,11 @@ def swap_contents(one: Tensor, other: Tensor) -> None:
 def example_of(placeholder: fx.Node) -> Any:
     """What a graph's argument was at the traced call; None if it is unknown."""
     return getattr(placeholder.meta.get("grapharg"), "example", None)
+
+
+def hint_of(size: Any) -> int:
+    """The number that a size was at the traced call, symbolic or not; it is not fixed by asking."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def storage_info(file: str, start: int, num_bytes: int) -> Any:

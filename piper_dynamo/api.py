@@ -9,10 +9,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.access import module_of
 from piper_dynamo.backend import graph_break, piper
 from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
 from piper_dynamo.garbage import collect, resting_collector
+from piper_dynamo.ir.spec import is_library
 from piper_dynamo.options import Options
 from piper_dynamo.pending import settle, settle_bare
 from piper_dynamo.planning import Plan
@@ -123,14 +125,10 @@ def look(
         PiperError: The model, the strategy or the inputs are refused, or a plan is unsafe.
     """
     step = _step(model, strategy, options)
-    args, kwargs = _arguments(example_inputs)
-    given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-    device = next((v.device for v in given if not v.is_meta), torch.device("cpu"))
-    args, kwargs = tree_map(
-        lambda v: stand_in(v, device) if isinstance(v, torch.Tensor) and v.is_meta else v,
-        (args, kwargs),
-    )
-    with _stood_for(model, device), session(world_size, capture=capture) as now:
+    with (
+        stood_for(model, example_inputs) as (args, kwargs),
+        session(world_size, capture=capture) as now,
+    ):
         _call(step, now, args, kwargs)
     if not now.steps:
         raise PiperCaptureError("the model computes nothing on tensors: there is nothing to plan")
@@ -146,6 +144,30 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"example_inputs is a {type(example_inputs).__name__}; give a tuple of positional "
         "inputs, e.g. (x, y), or a dict of keyword inputs"
     )
+
+
+@contextmanager
+def stood_for(
+    model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """While a model is looked at, tensors stand for its own, and for inputs, on the meta device.
+
+    Args:
+        model: Any model.
+        example_inputs: As for `compile`.
+
+    Yields:
+        Positional and keyword arguments to call it with.
+    """
+    args, kwargs = _arguments(example_inputs)
+    given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    device = next((v.device for v in given if not v.is_meta), torch.device("cpu"))
+    args, kwargs = tree_map(
+        lambda v: stand_in(v, device) if isinstance(v, torch.Tensor) and v.is_meta else v,
+        (args, kwargs),
+    )
+    with _stood_for(model, device), _unchanged(model):
+        yield args, kwargs
 
 
 @contextmanager
@@ -186,6 +208,7 @@ def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
 def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the step in a session, first to see the output's structure, then to plan."""
     module = module_of(step)
+    dynamo.capture_more()
     for value in tree_leaves((args, kwargs)):
         # Also of arguments that are used only for their size, which no graph input shows.
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > 1:
@@ -238,9 +261,10 @@ def _dynamo_text(error: Exception) -> str:
     """Dynamo's reason and the user's line, without its own stack."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     places = [line.strip() for line in lines if line.strip().startswith("File ")]
+    own = [place for place in places if not is_library(place)] or places
     at = (
-        places[-1].removeprefix("File ").replace('"', "").replace(", line ", ":")
-        if places
+        own[-1].removeprefix("File ").replace('"', "").replace(", line ", ":")
+        if own
         else "unknown line"
     )
     why = lines[0] if lines else type(error).__name__

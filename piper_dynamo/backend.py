@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.capture import read_args
 from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_error
+from piper_dynamo.inlining import inline_regions
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.lowering.aten import drop_stand_ins
 from piper_dynamo.options import Options
@@ -50,6 +52,7 @@ def piper(
     _refuse_graph_break(gm)
     refuse_unsupported(chosen.strategy, split_of(chosen.strategy))
     _refuse_stores()
+    inline_regions(gm)
     if chosen.strategy.regions:
         tag_by_path(gm, chosen.strategy.regions)
     args = read_args(gm, example_inputs)
@@ -92,7 +95,7 @@ def _refuse_pending(gm: fx.GraphModule) -> None:
 
 
 def _refuse_graph_break(gm: fx.GraphModule) -> None:
-    found = compat.graph_break_of(gm)
+    found = dynamo.graph_break_of(gm)
     if found is None:
         return
     reason, where = found
@@ -101,18 +104,24 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
 
 def graph_break(where: str, why: str) -> str:
     """That a call under a strategy cannot be one graph, where, and what to do."""
+    hint = (
+        "move the statement out of forward (prints, .item(), data-dependent ifs, "
+        "other libraries); without a strategy, graph breaks work"
+    )
+    if "data-dependent" in why.lower():
+        hint = (
+            "choose between values by torch.where, or decide before the call and pass the "
+            "decision as an argument; without a strategy, graph breaks work"
+        )
     return format_error(
         "graph break: a strategy needs the whole call in one graph",
         {"at": where, "why": why},
-        hint=(
-            "move the statement out of forward (prints, .item(), data-dependent ifs, "
-            "other libraries); without a strategy, graph breaks work"
-        ),
+        hint=hint,
     )
 
 
 def _refuse_stores() -> None:
-    stored = compat.attribute_stores()
+    stored = dynamo.attribute_stores()
     if stored:
         raise PiperCaptureError(
             format_error(
@@ -155,10 +164,10 @@ def _make_batch_symbolic(
         if fixed is None:
             continue
         if compat.is_marked_dynamic(example, dim):
-            at = compat.specialized_at(placeholders[arg.position])
+            at = dynamo.specialized_at(placeholders[arg.position])
             raise PiperCaptureError(baked_in(arg.name, fixed, at))
         compat.mark_dynamic(example, dim)
         marked = True
     if marked:
-        compat.weakly_mark_arguments()
+        dynamo.weakly_mark_arguments()
         raise compat.TensorifyScalarRestartAnalysis(restart_reason="piper: symbolic batch")

@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.node import Node, map_arg
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.garbage import young_collector
-from piper_dynamo.ir.alias import drop_aliases, root
-from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output
+from piper_dynamo.ir.alias import drop_aliases, operator_name, root
+from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output, Unjoined
 from piper_dynamo.ir.spec import TensorSpec, user_line
 from piper_dynamo.precision import Rule, insert_casts, refuse_mixed
 
@@ -26,6 +27,7 @@ from piper_dynamo.precision import Rule, insert_casts, refuse_mixed
 def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
     """What each placeholder of Dynamo's graph is, from its source."""
     args: list[Arg] = []
+    wrapped = dynamo.argument_names()
     for position, (node, example) in enumerate(zip(_placeholders(gm.graph), examples, strict=True)):
         grapharg = node.meta.get("grapharg")
         source = grapharg.source if grapharg is not None else None
@@ -33,12 +35,12 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
             raise PiperCaptureError(
                 format_error(
                     "a float argument changes from call to call",
-                    {"argument": user_name(source, node.name)},
+                    {"argument": user_name(source, node.name, wrapped)},
                     hint="pass it as a 0-dim tensor; numbers are part of the program",
                 )
             )
         if isinstance(example, torch.Tensor):
-            is_state = isinstance(example, torch.nn.Parameter) or _is_module_state(source)
+            is_state = isinstance(example, torch.nn.Parameter) or is_module_state(source)
             kind = ArgKind.DATA
             if is_state:
                 trained = isinstance(example, torch.nn.Parameter)
@@ -46,7 +48,7 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
             args.append(
                 Arg(
                     kind=kind,
-                    name=user_name(source, node.name),
+                    name=user_name(source, node.name, wrapped),
                     position=position,
                     spec=TensorSpec.of(example),
                     requires_grad=example.requires_grad,
@@ -56,16 +58,16 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
             args.append(
                 Arg(
                     kind=ArgKind.NUMBER,
-                    name=user_name(source, node.name),
+                    name=user_name(source, node.name, wrapped),
                     position=position,
-                    size_of=_size_of(source),
+                    size_of=_size_of(source, wrapped),
                 )
             )
         else:
             raise PiperCaptureError(
                 format_error(
                     f"argument of an unsupported type: {type(example).__name__}",
-                    {"argument": user_name(source, node.name)},
+                    {"argument": user_name(source, node.name, wrapped)},
                     hint="pass tensors, numbers, strings or None (in lists, tuples and dicts)",
                 )
             )
@@ -121,6 +123,7 @@ def trace(  # noqa: PLR0913
     prepared = _detach_outputs(gm, kept)
     with young_collector():
         graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
+    _refuse_graphs(graph)
     if has_casts:
         refuse_mixed(graph)
     _burn_numbers(graph, args, fakes)
@@ -128,6 +131,25 @@ def trace(  # noqa: PLR0913
     drop_aliases(graph)
     capture = _read_ends(graph, args, results, at_full, loss, mode)
     return replace(capture, computed=computed)
+
+
+def _refuse_graphs(graph: fx.Graph) -> None:
+    """Operators on graphs (torch.cond, flex attention) cannot be cut into regions.
+
+    Raises:
+        PiperCaptureError: There is one; names it and its line.
+    """
+    for node in graph.nodes:
+        bodies = [i for i in node.all_input_nodes if isinstance(i.meta.get("constant"), nn.Module)]
+        if bodies:
+            raise PiperCaptureError(
+                format_error(
+                    f"{operator_name(node)} calls graphs of its own, which a strategy cannot place",
+                    {"at": user_line(node) or "unknown line"},
+                    hint="write it with ordinary operators, such as torch.where between values or "
+                    "scaled_dot_product_attention with a mask; without a strategy it works",
+                )
+            )
 
 
 def _as_computed(arg: Arg, dtype: torch.dtype | None) -> Arg:
@@ -159,31 +181,49 @@ def no_loss_message(results: Sequence[Any], paths: Mapping[int, str] | None = No
     )
 
 
-def user_name(source: Any, default: str) -> str:
-    """The user's own name for a source: `layers.0.weight` for state, `batch['tokens']` for data."""
+# Where modules keep what they hold: no part of a user's name.
+_TABLES = ("__dict__", "_modules", "_parameters", "_buffers", "_orig_mod")
+
+
+def user_name(
+    source: Any, default: str, wrapped: tuple[Mapping[str, Sequence[str]], str] = ({}, "")
+) -> str:
+    """The user's own name for a source: `layers.0.weight` for state, `batch['tokens']` for data.
+
+    Args:
+        source: Dynamo's source.
+        default: The name of what has no source.
+        wrapped: What `*args` and `**kwargs` of a decorated forward are; see `argument_names`.
+    """
     if source is None:
         return default
     parts: list[str] = []
+    is_inside = False
     for link in reversed(compat.source_chain(source)):
+        if not is_inside and "NNModuleSource" in type(link).__name__:
+            is_inside, parts = True, parts[:1]  # whatever leads to the root: `args[0]`
         local = getattr(link, "local_name", None) or getattr(link, "global_name", None)
         if local is not None:
             parts = [str(local)]
             continue
         index = getattr(link, "index", None)
         member = getattr(link, "member", None)
-        if member is not None and member not in (
-            "_modules",
-            "_parameters",
-            "_buffers",
-            "_orig_mod",
-        ):
+        if member in _TABLES or index in _TABLES:
+            continue
+        if member is not None:
             parts.append(f".{member}")
         elif index is not None and type(link).__name__ != "ConstDictKeySource":
-            parts.append(f".{index}" if _is_module_state(link) else f"[{index!r}]")
+            parts.append(f".{index}" if is_module_state(link) else f"[{index!r}]")
     if not parts:
         return default
-    if _is_module_state(source) and len(parts) > 1:
+    if is_module_state(source) and len(parts) > 1:
         return "".join(parts[1:]).lstrip(".")
+    many, named = wrapped
+    if len(parts) > 1 and parts[0] == named:
+        return parts[1][2:-2] + "".join(parts[2:])  # kwargs['tokens']
+    if len(parts) > 1 and parts[0] in many:
+        known = many[parts[0]][int(parts[1][1:-1])]  # args[1]
+        return known + "".join(parts[2:]) if known else "".join(parts)
     return "".join(parts)
 
 
@@ -191,7 +231,7 @@ def _placeholders(graph: fx.Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
-def _is_module_state(source: Any) -> bool:
+def is_module_state(source: Any) -> bool:
     """Whether a source hangs off a module (parameter, buffer, attribute) or is a global."""
     if source is None:
         return False
@@ -204,10 +244,10 @@ def _is_module_state(source: Any) -> bool:
     return False
 
 
-def _size_of(source: Any) -> tuple[str, int] | None:
+def _size_of(source: Any, wrapped: Any) -> tuple[str, int] | None:
     if type(source).__name__ != "TensorPropertySource" or "SIZE" not in str(source.prop):
         return None
-    return user_name(source.base, ""), int(source.idx)
+    return user_name(source.base, "", wrapped), int(source.idx)
 
 
 def fake_args(
@@ -421,6 +461,7 @@ def _read_ends(
     outputs: list[Output | None] = [None] * len(results)
     buffers: dict[int, str] = {}
     grads: dict[int, str] = {}
+    needed = {t.meta["desc"].output.idx for t in tangents} | {loss}
     for node, desc in zip(nodes, descs, strict=True):
         kind = type(desc).__name__
         if kind == "InputMutationAOTOutput":
@@ -440,8 +481,8 @@ def _read_ends(
             if spec is None:
                 outputs[desc.idx] = Output(node=None, value=at_full[desc.idx])
             else:
-                outputs[desc.idx] = Output(
-                    node=node.name, spec=spec, batch_dim=_batch_dim(spec, at_full[desc.idx])
+                outputs[desc.idx] = _tensor_output(
+                    node.name, spec, at_full[desc.idx], is_needed=desc.idx in needed
                 )
         elif kind == "GradAOTOutput":
             if isinstance(node, Node):
@@ -476,15 +517,24 @@ def _input_index(desc: Any) -> int:
     return int(index)
 
 
-def _batch_dim(spec: TensorSpec, at_full: Any) -> int | None:
-    """The dim in which one microbatch's output is smaller than the whole batch's."""
+def _tensor_output(name: str, spec: TensorSpec, at_full: Any, *, is_needed: bool) -> Output:
+    """An output, and the dim in which one microbatch's is smaller than the whole batch's.
+
+    One that grows in several dims, such as the similarities of all pairs, cannot be joined: it is
+    not computed, and who touches it is told.
+
+    Raises:
+        PiperCaptureError: It cannot be joined, but its gradient starts the backward.
+    """
     dims = [d for d, (a, b) in enumerate(zip(spec.shape, at_full.shape, strict=True)) if a != b]
-    if len(dims) > 1:
-        raise PiperCaptureError(
-            format_error(
-                "an output of the model grows with the batch in several dims",
-                {"shape": tuple(at_full.shape), "of one microbatch": spec.shape},
-                hint="microbatches cannot be joined to it: leave it out, or use one microbatch",
-            )
+    if len(dims) <= 1:
+        return Output(node=name, spec=spec, batch_dim=dims[0] if dims else None)
+    if not is_needed:
+        return Output(node=None, value=Unjoined(spec=TensorSpec.of(at_full), part=spec))
+    raise PiperCaptureError(
+        format_error(
+            "an output of the model grows with the batch in several dims",
+            {"shape": tuple(at_full.shape), "of one microbatch": spec.shape},
+            hint="microbatches cannot be joined to it: leave it out, or use one microbatch",
         )
-    return dims[0] if dims else None
+    )

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperAbsentError, PiperRuntimeError, format_error
 from piper_dynamo.garbage import freed
+from piper_dynamo.ir.joint import Unjoined
 from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.loss_scale import Scaler
@@ -72,7 +73,7 @@ class AbsentParameter(_Raises, nn.Parameter):
 
 
 class AbsentOutput(_Raises, Tensor):
-    """An output of the model that another rank owns."""
+    """An output of the model that another rank owns, or that no rank has."""
 
 
 def _flat(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
@@ -155,12 +156,28 @@ def spec_of_arg(tensor: Tensor) -> TensorSpec:
 
 def absent_output(spec: TensorSpec, label: str, owners: Sequence[int]) -> Tensor:
     """A stand-in for an output that other ranks own."""
-    value = torch.zeros((), dtype=spec.dtype).expand(spec.shape).as_subclass(AbsentOutput)
-    value._piper_why = format_error(
+    why = format_error(
         f"{label} is not on this rank",
         {"owned by": f"rank {', '.join(map(str, owners))}"},
         hint='use it there, or ask for it everywhere: options={"outputs": "everywhere"}',
     )
+    return _not_there(spec, why)
+
+
+def unjoined_output(output: Unjoined, label: str) -> Tensor:
+    """A stand-in for an output to which the microbatches' cannot be joined."""
+    why = format_error(
+        f"{label} cannot be joined from those of microbatches",
+        {"of the batch": output.spec, "of a microbatch": output.part},
+        hint="it grows with the batch in several dims: make it outside of the model from outputs "
+        "that grow in one, or use one microbatch",
+    )
+    return _not_there(output.spec, why)
+
+
+def _not_there(spec: TensorSpec, why: str) -> Tensor:
+    value = torch.zeros((), dtype=spec.dtype).expand(spec.shape).as_subclass(AbsentOutput)
+    value._piper_why = why
     return value
 
 

@@ -24,7 +24,7 @@ from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
 from piper_dynamo.finite import agree_on_gradients, check_step, refuse_without_loss
 from piper_dynamo.garbage import give_back, keep_large_apart
-from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.ir.joint import Arg, ArgKind, Unjoined
 from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.loss_scale import Scaler
 from piper_dynamo.loss_weights import loss_weights
@@ -38,7 +38,15 @@ from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import Executor, StepResults
 from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.sharding import take_block
-from piper_dynamo.state import Record, StepState, absent_output, attach, attach_outputs, record_of
+from piper_dynamo.state import (
+    Record,
+    StepState,
+    absent_output,
+    attach,
+    attach_outputs,
+    record_of,
+    unjoined_output,
+)
 from piper_dynamo.strategy import Replicate as ReplicateDirective
 
 
@@ -374,6 +382,8 @@ class CompiledStep(CapturedStep):
         for index, output in enumerate(plan.dag.outputs):
             if index == plan.dag.loss:
                 found.append(self._loss_value(entry, state, results, values, scale))
+            elif isinstance(output.value, Unjoined):
+                found.append(unjoined_output(output.value, self._label(index)))
             elif output.node is None:
                 found.append(output.value)
             elif index in owned:
@@ -381,8 +391,13 @@ class CompiledStep(CapturedStep):
             else:
                 owners = [p.rank for p in plan.distinct if index in dict(p.outputs)]
                 assert output.spec is not None
-                found.append(absent_output(output.spec, f"output {index} of the model", owners))
+                found.append(absent_output(output.spec, self._label(index), owners))
         return found
+
+    def _label(self, index: int) -> str:
+        """An output, as the user knows it."""
+        path = self._paths.get(index)
+        return f"output {index if path is None else repr(path)} of the model"
 
     def _differentiable_outputs(
         self,

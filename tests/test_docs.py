@@ -227,7 +227,7 @@ def test_blocks_of_a_document():
 def test_readme_names_the_main_commands():
     first_screen = "\n".join(read("README.md").splitlines()[:30])
     assert {"train", "test"} <= make_targets_named(first_screen)
-    targets = {"help", "env", "train", "test", "test-slow", "test-torch"}
+    targets = {"help", "env", "train", "test", "test-slow", "test-torch", "test-models"}
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
     targets |= {"bench-predict"}
     targets |= {"bench-state"}

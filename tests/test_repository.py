@@ -32,6 +32,7 @@ FACADE = frozenset(
             "checkpoint",
             "cli",
             "debug",
+            "doctor",
             "finite",
             "look",
             "loss_weights",
@@ -48,7 +49,7 @@ FACADE = frozenset(
     }
 )
 # Modules that import no other part: every layer may use them.
-COMMON = frozenset({"errors", "_torch_compat", "blocks"})
+COMMON = frozenset({"errors", "_torch_compat", "_torch_dynamo", "blocks"})
 
 
 def module_name(path: Path) -> str:

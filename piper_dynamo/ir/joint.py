@@ -50,6 +50,19 @@ class Arg:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unjoined:
+    """Stands for an output of which microbatches make parts that are not parts of the batch's.
+
+    Attributes:
+        spec: What the whole batch would give.
+        part: What a microbatch gives.
+    """
+
+    spec: TensorSpec
+    part: TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """One output of the captured call: a node of the graph, or a constant.
 

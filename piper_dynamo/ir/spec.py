@@ -10,6 +10,9 @@ import torch
 from torch.fx.node import Node
 
 _LIBRARY = re.compile(r"[/\\](piper_dynamo[/\\]moe|(site|dist)-packages[/\\]torch)[/\\]")
+# How Dynamo says that a module was found by its parent's `__getattr__`, as peft's are.
+_BY_DICT = re.compile(r"(?:\.__dict__)?(?:\._modules|\['_modules'\])\['([^']*)'\]")
+_ROOT = re.compile(r"^[A-Za-z_]+(\[[^\]]*\])+")  # L['self'], L['args'][0]
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$')
 
 
@@ -112,6 +115,11 @@ class Source:
         return f"{self.module or 'the model itself'}  {self.line or 'no source line'}"
 
 
+def is_library(frame: str) -> bool:
+    """Whether a stack's line is of torch, or of the vocabulary for experts."""
+    return _LIBRARY.search(frame) is not None
+
+
 def user_line(node: Node | None) -> str:
     """`file:line` of the user's code that made a node, or an empty text."""
     trace = node.meta.get("stack_trace") if node is not None else None
@@ -119,14 +127,15 @@ def user_line(node: Node | None) -> str:
         return ""
     frames = [m for line in str(trace).splitlines() if (m := _FRAME.match(line))]
     # What torch.nn and the vocabulary for experts do inside says nothing to who calls them.
-    frames = [m for m in frames if not _LIBRARY.search(m[1])] or frames
+    frames = [m for m in frames if not is_library(m[1])] or frames
     return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
 
 
 def module_paths(node: Node) -> list[str]:
-    """Paths of the modules a node was traced in, outermost first, without the name of the root."""
-    found = []
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-        _, bracket, inner = path.partition("]")
-        found.append((inner if bracket else path).lstrip("."))
-    return found
+    """Paths of the modules a node was traced in, outermost first, without the name of the root.
+
+    The first is the root itself, "": Dynamo leaves it out where a decorator wraps its forward.
+    """
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    found = [_BY_DICT.sub(r".\1", _ROOT.sub("", path)).lstrip(".") for path, _ in stack]
+    return found if found and found[0] == "" else ["", *found]

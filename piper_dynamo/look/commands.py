@@ -63,9 +63,15 @@ def takes_target(command: Callable[..., Any], *, searches: bool = False) -> Call
         ranks, path = options.pop("ranks"), options.pop("target")
         is_meta = options.pop("is_meta")
         del options["as_json"]
+        needs_strategy = None if is_examined(ctx) else not searches
+        if is_examined(ctx):
+            if path is not None:
+                raise click.UsageError(f"TARGET {path} and --model {options['model']}: give one")
+            path = options["model"]
+            given.discard("model")
         if searches:  # the strategy is what is looked for: these options narrow it
             options |= ALONE
-        target = load_target(path, options, given, is_meta=is_meta, needs_strategy=not searches)
+        target = load_target(path, options, given, is_meta=is_meta, needs_strategy=needs_strategy)
         return command(ctx, target, ranks, **own)
 
     wrapped: Callable[..., Any] = called
@@ -84,6 +90,11 @@ def takes_target(command: Callable[..., Any], *, searches: bool = False) -> Call
         help="Ranks of the job.  [default: those that the strategy places something on]",
     )(wrapped)
     return click.argument("target", required=False, type=click.Path())(wrapped)
+
+
+def is_examined(ctx: click.Context) -> bool:
+    """Whether `check` is asked about a file's model, whatever its strategy."""
+    return ctx.info_name == "check" and str(ctx.params["model"]).endswith(".py")
 
 
 _SHARED = {*ASKED, "target", "ranks", "is_meta", "as_json"}
@@ -159,7 +170,13 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
     """Prove a step safe: no deadlock, matched messages, every gradient reduced once.
 
     All faults are listed, with rank, task and the line of the model. TARGET is as for `piper plan`.
+
+    `--model FILE.py` looks at the file's model instead, which needs no strategy: what of it works
+    under one and what does not, with lines and remedies.
     """
+    if is_examined(ctx):
+        _examine(ctx, target)
+        return
     from piper_dynamo.ir.program import COLLECTIVES, Op
 
     found = target.plan(ranks)
@@ -180,6 +197,25 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
     click.echo(f"{target.name} is safe on {found.world_size} ranks: {shown}")
     if is_json(ctx):
         show_json(ctx, is_fine=True, world_size=found.world_size, **counts)
+
+
+def _examine(ctx: click.Context, target: "Target") -> None:
+    from piper_dynamo.doctor import doctor
+    from piper_dynamo.strategy import Strategy
+
+    strategy = None if target.strategy == Strategy() else target.strategy
+    found = doctor(target.looked_at(), target.inputs(), strategy=strategy)
+    click.echo(str(found))
+    if is_json(ctx):
+        show_json(
+            ctx,
+            is_fine=found.is_fine,
+            graphs=found.graphs,
+            operators=found.operators,
+            findings=[asdict(one) for one in found.findings],
+        )
+    if not found.is_fine:
+        ctx.exit(REFUSED)
 
 
 @click.command(cls=Command)

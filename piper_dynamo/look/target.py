@@ -78,12 +78,16 @@ class Target:
         """
         mesh = self.strategy.mesh
         world = ranks if ranks is not None or mesh is None else mesh.size
-        if self.is_meta:
-            with torch.device("meta"):
-                model = self.model()
-        else:
-            model = self.model()
-        return make_plan(model, self.strategy, self.inputs(), world, compile=self.compile)
+        return make_plan(
+            self.looked_at(), self.strategy, self.inputs(), world, compile=self.compile
+        )
+
+    def looked_at(self) -> nn.Module:
+        """The model, on the meta device where it may be."""
+        if not self.is_meta:
+            return self.model()
+        with torch.device("meta"):
+            return self.model()
 
 
 def load_target(
@@ -92,7 +96,7 @@ def load_target(
     given: set[str],
     *,
     is_meta: bool,
-    needs_strategy: bool = True,
+    needs_strategy: bool | None = True,
 ) -> Target:
     """The target that a command line names.
 
@@ -101,7 +105,7 @@ def load_target(
         options: The values of all options of the training job.
         given: The names of those that were written on the command line.
         is_meta: Whether a Python file's model is built on torch's meta device.
-        needs_strategy: Whether a Python file must define one.
+        needs_strategy: Whether a Python file must define one; None: it may, and else has none.
 
     Raises:
         Misuse: There is no such target, or options do not go with it.
@@ -242,10 +246,10 @@ def _indices(value: object) -> list[int]:
 
 
 def _of_file(
-    path: Path, compile_mode: str | None, *, is_meta: bool, needs_strategy: bool
+    path: Path, compile_mode: str | None, *, is_meta: bool, needs_strategy: bool | None
 ) -> Target:
     module = _imported(path)
-    if not needs_strategy:
+    if needs_strategy is False or (needs_strategy is None and not hasattr(module, "strategy")):
         setattr(module, "strategy", Strategy())  # noqa: B010  (mypy knows no attributes of modules)
     strategy = _of_module(path, module, DEFINED)
 

@@ -236,7 +236,8 @@ class _Walk(fx.Interpreter):
             return None
         params = [self._params.get(i, {}) if isinstance(i, Node) else {} for i in given]
         walk = _Walk(body, params, self._weigh)
-        walk.run(*self.map_nodes_to_values(given, n))
+        values: Any = self.map_nodes_to_values(given, n)
+        walk.run(*values)
         return walk.found
 
 

@@ -1,0 +1,127 @@
+"""Private names of torch that say what Dynamo knows of the call that it traces (torch 2.11 - 2.14).
+
+The rest is in `_torch_compat.py`.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import config as dynamo_config
+from torch.utils._pytree import tree_leaves
+
+from piper_dynamo._torch_compat import is_marked_dynamic, source_name, weakly_mark_dynamic
+
+_LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+
+
+def capture_more() -> None:
+    """Let RNNs and messages to the log be no reason to cut a graph.
+
+    A compiled call does not write such messages, nor those of methods that libraries add, such as
+    `warning_once`.
+    """
+    dynamo_config.allow_rnn = True
+    for name in dir(logging.Logger):
+        if name in _LOGGING or name.startswith(tuple(f"{known}_" for known in _LOGGING)):
+            dynamo_config.ignore_logging_functions.add(getattr(logging.Logger, name))
+
+
+def argument_names() -> tuple[dict[str, Sequence[str]], str]:
+    """What wrappers of a forward hide: names of what its `*args` are, and the name of `**kwargs`.
+
+    A decorated forward is called as `wrapper(*args, **kwargs)`: its own signature, which
+    `functools.wraps` keeps, says what these are.
+
+    Returns:
+        By the name of `*args`, the parameters of which they are the values, in order, "" where
+        that is unknown; the name of `**kwargs`, "" if there are none.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    code, given = output.root_tx.f_code, output.local_scope
+    first = code.co_argcount + code.co_kwonlyargcount
+    has_args = bool(code.co_flags & inspect.CO_VARARGS)
+    many = code.co_varnames[first] if has_args else ""
+    named = code.co_varnames[first + has_args] if code.co_flags & inspect.CO_VARKEYWORDS else ""
+    if not has_args:
+        return {}, named
+    before = [given.get(name) for name in code.co_varnames[: code.co_argcount]]
+    rest: Any = given.get(many, ())
+    values = [*before, *rest]
+    module = next((v for v in values if isinstance(v, torch.nn.Module)), None)
+    if module is None:
+        return {}, named
+    names = [
+        name
+        for name, one in inspect.signature(module.forward).parameters.items()
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    at = next(i for i, v in enumerate(values) if v is module)
+    known = [*[""] * (at + 1), *names, *[""] * len(values)]
+    return {many: known[len(before) : len(values)]}, named
+
+
+def weakly_mark_arguments() -> None:
+    """Make dim 0 symbolic for every tensor argument of the call being traced.
+
+    An argument whose size alone is used is no input of the graph, and its size would be a number.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    for value in tree_leaves(dict(InstructionTranslator.current_tx().output.local_scope)):
+        plain = isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
+        if plain and value.dim() and value.shape[0] > 1 and not is_marked_dynamic(value, 0):
+            weakly_mark_dynamic(value, 0)
+
+
+def attribute_stores() -> list[str]:
+    """Tensors that the call being traced assigns to attributes of modules, e.g. `ema`."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found: list[str] = []
+    for owner, attributes in effects.store_attr_mutations.items():
+        if "NNModule" in type(owner).__name__:
+            found += [n for n, v in attributes.items() if "TensorVariable" in type(v).__name__]
+    for variable in effects.id_to_variable.values():
+        if "DictVariable" not in type(variable).__name__ or variable.source is None:
+            continue
+        try:
+            name = source_name(variable.source)
+        except NotImplementedError:  # made by the call itself, such as a dict of an output's
+            continue
+        if name.endswith(("._buffers", "._parameters")) and effects.is_modified(variable):
+            found.append(name.rpartition(".")[2])
+    return found
+
+
+def specialized_at(placeholder: fx.Node) -> str:
+    """`file:line` of the code that turned a symbolic size of this graph into a number."""
+    value = placeholder.meta.get("example_value")
+    shape_env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+    stacks = getattr(shape_env, "specialization_stacks", {})
+    name = source_name(placeholder.meta["grapharg"].source)
+    for source, stack in stacks.items():
+        if source_name(source).startswith(name) and len(stack):
+            return f"{stack[-1].filename}:{stack[-1].lineno}"
+    return ""
+
+
+def source_of(placeholder: fx.Node) -> Any:
+    """Where a graph's argument comes from; None if it is unknown."""
+    return getattr(placeholder.meta.get("grapharg"), "source", None)
+
+
+def graph_break_of(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """Why and where (`file:line`) Dynamo cut this graph, or None where it holds the whole call."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    stack = list(getattr(reason, "user_stack", ()) or ())
+    where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
+    return str(reason.reason), where
