@@ -11,6 +11,7 @@ Signature: joint graph -> region of every node that is not free, partial gradien
 region.
 """
 
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -70,11 +71,10 @@ def find_regions(capture: Capture, cuts: Cuts | None = None) -> Regions:
     untagged = adopt(forward, tags)
     pieces = number_pieces(capture, forward, tags, free, cuts or Cuts())
     of, order = _merge_runs(forward, tags, pieces)
-    seq = _forward_by_seq(capture, backward)
-    last = {region.tags: region for region in order}
+    seq = _forward_by_seq(capture, backward | made)
     tails = _tails(capture, backward, free, seq)
     grad_nodes = _grad_nodes(capture)
-    _place_backward(graph, backward | made, tails, tags, seq, last, of, order)
+    _place_backward(graph, backward, made, tails, tags, seq, of, order)
     partials = _split_tails(capture, grad_nodes, tails, of, order)
     where: dict[RegionId, str] = {}
     sources: dict[RegionId, dict[Source, None]] = {}
@@ -107,13 +107,12 @@ def _tangent_dependents(capture: Capture) -> set[Node]:
 def _made_by_autograd(graph: fx.Graph, forward: list[Node], backward: set[Node]) -> set[Node]:
     """Which of the nodes that depend on no tangent autograd has made for its backward.
 
-    Torch marks them; 2.11 does not, and there they are those after the first tangent's.
+    Torch marks them, but not in 2.11, and not those of a custom Function's backward; these come
+    after the first node that depends on a tangent.
     """
-    if any(n.meta.get("autograd_backward") for n in graph.nodes):
-        return {n for n in forward if n.meta.get("autograd_backward")}
     place = {n: i for i, n in enumerate(graph.nodes)}
     first = min((place[n] for n in backward if n.op == "call_function"), default=len(place))
-    return {n for n in forward if place[n] > first}
+    return {n for n in forward if n.meta.get("autograd_backward") or place[n] > first}
 
 
 def _free_nodes(capture: Capture, backward: set[Node]) -> set[Node]:
@@ -275,16 +274,19 @@ def _is_accumulation(node: Node) -> bool:
 
 def _place_backward(
     graph: fx.Graph,
-    backward: set[Node],
+    dependent: set[Node],
+    made: set[Node],
     tails: set[Node],
     tags: dict[Node, dict[str, int]],
     seq: dict[int, Node],
-    last: dict[Tags, RegionId],
     of: dict[Node, RegionId],
     order: tuple[RegionId, ...],
 ) -> None:
-    """Assign a region to every backward node other than tails."""
+    """Assign a region to every backward node other than tails: dependent on a tangent, or made."""
     late: list[Node] = []
+    latest: dict[Node, int] = {}  # the place in forward order of the last region it may be in
+    backward = dependent | made
+    rank = {region: i for i, region in enumerate(order)}
     for node in graph.nodes:
         if node.op != "call_function" or node in of or node in tails or node not in backward:
             continue
@@ -292,13 +294,16 @@ def _place_backward(
         if not _is_accumulation(node):
             made_by = seq.get(node.meta.get("seq_nr", -1))
             found = of.get(made_by) if made_by is not None else None
+            # Nodes of a custom Function's backward show no number of its own.
             if found is None or (tags[node] and found.tags != tuple(tags[node].items())):
-                found = last.get(tuple(tags[node].items()), found) if tags[node] else found
+                found = _of_tags(node, tags[node], of, rank, latest) or found
         if found is None:
             late.append(node)
+            latest[node] = _latest(node, latest)
         else:
             of[node] = found
-    rank = {region: i for i, region in enumerate(order)}
+            if node in dependent:
+                latest[node] = rank[found]
     for node in late:
         sources = {of[i] for i in node.all_input_nodes if i in of and i in backward}
         # A custom Function's backward goes where what its forward saved is, so that only gradients
@@ -317,10 +322,38 @@ def _place_backward(
             of[node] = min(there, key=rank.__getitem__)
             continue
         users = [of[u] for u in node.users if u in of]
-        candidates = users or list(sources)
-        # The forward value was made in the region that uses its gradient: the earliest one in
-        # forward order.
-        of[node] = min(candidates, key=rank.__getitem__) if candidates else order[-1]
+        # The forward value was made in the last region, in forward order, that uses its gradient:
+        # others made what passed through there unchanged, and come later in the backward.
+        if users:
+            of[node] = max(users, key=rank.__getitem__)
+        else:
+            of[node] = min(sources, key=rank.__getitem__) if sources else order[-1]
+
+
+def _latest(node: Node, latest: dict[Node, int]) -> int:
+    """The place of the last region whose backward has all the gradients that a node reads."""
+    return min((latest[i] for i in node.all_input_nodes if i in latest), default=sys.maxsize)
+
+
+def _of_tags(
+    node: Node,
+    tags: dict[str, int],
+    of: dict[Node, RegionId],
+    rank: dict[RegionId, int],
+    latest: dict[Node, int],
+) -> RegionId | None:
+    """The region with a backward node's tags, where no operator of the forward is known for it.
+
+    Of several visits or pieces, the one whose forward values it reads, or else the last whose
+    backward has its gradients.
+    """
+    alike = [region for region in rank if region.tags == tuple(tags.items())]
+    if not tags or len(alike) < 2:
+        return alike[0] if tags and alike else None
+    forward = [of[i] for i in node.all_input_nodes if i in of and i not in latest]
+    near = [region for region in forward if region in alike] or alike
+    found = [region for region in near if rank[region] <= _latest(node, latest)]
+    return max(found or alike[:1], key=rank.__getitem__)
 
 
 def _used_in(node: Node, region: RegionId, of: dict[Node, RegionId]) -> bool:

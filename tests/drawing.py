@@ -10,12 +10,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.drawn import CHANGING, Job, Layer, Task
+from tests.drawn import CHANGING, DRAWING, Job, Layer, Task
 from tests.layers import PIECES
 
 # Layers whose result is another where a number is rounded otherwise.
 CHOOSING = {"experts": "routed", "mask": "linear", "masked": "linear", "moe": "linear"}
-EXPERTS = ("experts", "routed", "experts again", "moe")
+CHOOSING |= {"checkpointed moe": "linear"}
+EXPERTS = ("experts", "routed", "experts again", "moe", "checkpointed moe")
 TRAINED = ("linear", "uneven")
 # Layers that use another one's weight.
 SHARING = ("tied", "part", "decay", "head", "experts again")
@@ -129,7 +130,8 @@ def drawn_trainings(draw: st.DrawFn, inductor_every: int = 40, max_ranks: int = 
         later=draw(st.sampled_from([job.rows, job.rows, 4, 2])),
         uneven=draw(st.sampled_from([0] * 40 + [1])) if job.microbatches > 1 else 0,
         adamw=draw(st.booleans()),
-        evaluates=not job.has("dropout", *CHANGING) and draw(st.sampled_from([False] * 3 + [True])),
+        norm=draw(st.sampled_from(["2", "2", "1", "inf"])),
+        evaluates=not job.has(*DRAWING, *CHANGING) and draw(st.sampled_from([False] * 3 + [True])),
         # What comes in and goes out again is the caller's own value.
         spares=0 not in job.outputs and draw(st.booleans()),
         deferred=draw(st.sampled_from([False, False, False, True])),

@@ -26,7 +26,8 @@ from tests.trial import Trial
 EXPERTS = 4
 BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 NEAR = {16: 3e-2, 32: 2e-5, 64: 1e-9}  # results of so few bits
-CHANGING = ("norm", "count")  # microbatches that change a buffer run one after the other
+DRAWING = ("dropout", "checkpointed dropout")
+CHANGING = ("norm", "count", "average")  # microbatches that change a buffer run one after the other
 Task = dict[str, Any]
 
 
@@ -82,6 +83,7 @@ class Job:
         later: Rows of a microbatch in the second update.
         uneven: Rows too many, so that the batch cannot be split.
         adamw: Whether it is trained by AdamW; else by SGD with momentum.
+        norm: Of the gradients that are clipped by it: "2", "1" or "inf".
         evaluates: Whether a call without gradients follows.
         spares: Whether ranks get nothing of the inputs that they do not use.
         deferred: Whether the model is built under `piper.deferred_init`.
@@ -115,6 +117,7 @@ class Job:
     later: int = 2
     uneven: int = 0
     adamw: bool = False
+    norm: str = "2"
     evaluates: bool = False
     spares: bool = False
     deferred: bool = False
@@ -344,13 +347,17 @@ class Job:
                 self.source(),
                 "",
                 *later,
-                f"strategy = {self.strategy()!r}",
+                f"strategy = {self._printed()}",
                 f"plan = piper.plan(Model(), strategy, {example}, {self.world}, "
                 f"compile={self.compile!r}, outputs={self.where!r})",
                 check,
                 "",
             ]
         )
+
+    def _printed(self) -> str:
+        """The strategy as code; what the source defines has no module there."""
+        return repr(self.strategy()).replace("drawn.", "")
 
     # Training it.
 
@@ -363,7 +370,7 @@ class Job:
         """What a Trial has beside the model, its data and its strategy."""
         rounded = [BITS[d] for _, dtypes in self.precision for d in dtypes.values()]
         near = NEAR[min(self.least, *rounded, 64)]
-        has_twin = bool(self.precision) or self.has("dropout")
+        has_twin = bool(self.precision) or self.has(*DRAWING)
         share = self.microbatches * self.replicas
         options = {"compile": self.compile, "outputs": self.where, **dict(self.checks)}
         return {
@@ -374,18 +381,19 @@ class Job:
             "calls": self.calls,
             "style": self.style,
             "optimizer": "adamw" if self.adamw else "sgd",
+            "norm": float(self.norm),
             "evaluates": self.evaluates,
             "spares": self.spares,
             "deferred": self.deferred,
             "options": options,
-            "eager": None if self.has("dropout") else near * (3 if self.precision else 1),
+            "eager": None if self.has(*DRAWING) else near * (3 if self.precision else 1),
             "twin": near if has_twin else None,
         }
 
     @property
     def is_comparable(self) -> bool:
         """Whether there is something to compare with: a twin has one set of buffers."""
-        rounds = bool(self.precision) or self.has("dropout")
+        rounds = bool(self.precision) or self.has(*DRAWING)
         return not (rounds and self.replicas > 1 and self.has(*CHANGING))
 
     def trial(self) -> Trial:
@@ -403,7 +411,7 @@ class Job:
             self.source().partition("import piper_dynamo as piper\n")[2].strip("\n"),
             "",
             "",
-            f"strategy = {self.strategy()!r}",
+            f"strategy = {self._printed()}",
             "trial = Trial(",
             "    build=Model,",
             "    data=data,",

@@ -101,6 +101,10 @@ def _experts(*chosen: str, mix: str) -> Piece:
     )
 
 
+def _checkpoint(what: str) -> str:
+    return f"h = h + torch.utils.checkpoint.checkpoint({what}, h, use_reentrant=False)"
+
+
 _WEIGHT = "self.w{k} = nn.Parameter(fill([4, 4], {k}))"
 _LINEAR = "h = torch.tanh(h @ self.w{k}.T)"
 
@@ -130,6 +134,17 @@ PIECES: dict[str, Piece] = {
         made=('self.register_buffer("n{k}", torch.zeros((), dtype=torch.float64))',),
         run=("self.n{k}.add_(1)", "h = h * self.n{k}"),
     ),
+    "average": Piece(
+        made=('self.register_buffer("m{k}", torch.zeros(4, dtype=torch.float64))',),
+        run=(
+            "h = h + self.m{k}.type_as(h)",
+            "self.m{k}.mul_(0.5).add_(h.detach().mean(0).type_as(self.m{k}))",
+        ),
+    ),
+    "constant": Piece(
+        made=('self.register_buffer("r{k}", fill([4], {k}))',),
+        run=("h = h * (1 + self.r{k}.type_as(h))",),
+    ),
     "experts": _experts(
         "p{k}, i{k} = (h @ self.g{k}).softmax(-1).topk(2)",
         mix="h = torch.tanh(h + piper.moe.combine(s{k}, r{k}, p{k}))",
@@ -155,6 +170,10 @@ PIECES: dict[str, Piece] = {
         run=("m{k} = self.moe{k}.routed(h)", "h = torch.tanh(h + m{k}.y)"),
         adds="0.01 * m{k}.balance_loss",
     ),
+    "checkpointed moe": Piece(
+        made=("self.moe{k} = filled(piper.moe.MoELayer(4, 3, 4, dtype=torch.float64), {k})",),
+        run=(_checkpoint("self.moe{k}"),),
+    ),
     "layernorm": Piece(
         made=("self.ln{k} = filled(nn.LayerNorm(4, dtype=torch.float64), {k})",),
         run=("h = h + self.ln{k}(h)",),
@@ -176,11 +195,10 @@ PIECES: dict[str, Piece] = {
         ),
     ),
     "checkpoint": Piece(
-        made=(_WEIGHT,),
-        run=(
-            "h = torch.utils.checkpoint.checkpoint("
-            "lambda v: torch.tanh(v @ self.w{k}.T).square(), h, use_reentrant=False)",
-        ),
+        made=(_WEIGHT,), run=(_checkpoint("lambda v: torch.tanh(v @ self.w{k}.T).square()"),)
+    ),
+    "checkpointed dropout": Piece(
+        made=(_WEIGHT,), run=(_checkpoint("lambda v: F.dropout(v @ self.w{k}.T, 0.25).tanh()"),)
     ),
     "custom": Piece(made=(_WEIGHT,), run=("h = Tripled.apply(h @ self.w{k}.T)",)),
     "unused": Piece(
@@ -222,6 +240,10 @@ PIECES: dict[str, Piece] = {
     "mask": Piece(run=("b{k} = h > 0", "h = h * 1.25")),
     "masked": Piece(run=("h = h * b{of}",), of="mask"),
     "apart": Piece(run=("p{k}, t{k} = h.split([1, 3], -1)", "h = h * 1.25")),
+    "doubled": Piece(
+        run=("d{k} = torch.cat([h, 2 * h], -1).reshape(-1, 4).tanh()", "h = h * 1.25")
+    ),
+    "halved": Piece(run=("h = h + d{of}.reshape(-1, 2, 4).mean(1)",), of="doubled"),
     "joined": Piece(run=("h = h + torch.cat([t{of}, p{of}], -1)",), of="apart"),
     # Of other inputs.
     "turned": Piece(run=("h = h + turned.t()",), asks="turned"),

@@ -155,8 +155,8 @@ def run(plan: Plan, programs: Programs) -> list[list[Tensor]]:
         executor = executor_of(program, bind(program, chunks, functions), comm)
         state = [_held(program, whole[position], position) for _, position in program.state]
         data = [
-            whole[position].chunk(count)[parts[comm.rank]]
-            if whole[position].dim()
+            whole[position].chunk(count, plan.dims[position])[parts[comm.rank]].contiguous()
+            if position in plan.dims
             else whole[position]
             for _, position in program.data
         ]

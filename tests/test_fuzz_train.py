@@ -14,6 +14,9 @@ from tests.drawing import drawn_trainings
 from tests.drawn import Job, Layer
 from tests.fuzz_train import Tally, fuzz
 
+# Torch says so where a custom autograd.Function is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 
 @pytest.fixture(autouse=True)
 def cheap_checks(monkeypatch: pytest.MonkeyPatch):
@@ -39,6 +42,28 @@ def test_random_trainings():
     fuzz(3, 3, tally, jobs=drawn_trainings(max_ranks=2))
     assert tally.tried >= 3
     assert tally.trained >= 2, tally.table()
+
+
+PIECES = Job(
+    layers=(Layer(stage=0, kind="custom"), Layer(stage=0), Layer(stage=0)),
+    on=(0,),
+    replicas=2,
+    zero=(2,),
+    options=(("bucket_mb", 0.0001),),
+)
+THROUGH = Job(
+    layers=(Layer(stage=0), Layer(stage=1, kind="embed"), Layer(stage=1, kind="experts")),
+    on=(0, 1),
+    zero=(0, 0),
+)
+
+
+@pytest.mark.parametrize("once", [PIECES, THROUGH], ids=["pieces", "through"])
+def test_what_was_found_once(once: Job):
+    """Custom functions in a region of several pieces; additions to what several regions use."""
+    tally = Tally()
+    fuzz_train.check_training(once, tally, [])
+    assert tally.trained == 1
 
 
 def test_control_a_broken_pass_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch):

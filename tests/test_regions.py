@@ -17,7 +17,7 @@ from piper_dynamo.errors import PiperCaptureError
 from piper_dynamo.ir.graph import is_pick, task_of
 from piper_dynamo.ir.task import Kind
 from piper_dynamo.passes.split import Split
-from tests.models import Checkpointed, Custom, NormNet, TiedLM, fill, rows, xin
+from tests.models import Checkpointed, Custom, NormNet, TiedLM, Tripled, fill, rows, xin
 from tests.tracing import Stages, capture, same_as_eager
 
 BATCH = (xin([4, 4], 0),)
@@ -69,6 +69,28 @@ def test_gradients_are_summed_where_all_parts_are_or_where_the_value_was_made():
     assert all(n in stages.regions.is_backward for n in sums)
     # PP2 sends one sum of its two uses and PP1 its own part; PP0 adds them.
     assert stages.graphs[stages.region("PP0")].tangents == (sums[0].name, sums[1].args[1].name)
+    same_as_eager(stages.dag, model, BATCH)
+
+
+class Through(Weights):
+    """What passes the second region, and has something added there, is used in two later ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = torch.tanh(x @ self.w)
+        with piper.annotate("PP", 1):
+            h = h + self.v[0]
+        with piper.annotate("PP", 2):
+            a = torch.sin(h)
+        with piper.annotate("PP", 3):
+            return (a + torch.cos(h)).square().mean()
+
+
+def test_gradients_are_summed_where_something_was_added_to_what_passes():
+    model = Through()
+    stages = capture(model, BATCH).build()
+    sums = [n for n in stages.capture.graph.nodes if n.meta.get("is_gradient_acc")]
+    assert [str(stages.regions.of[n]) for n in sums] == ["PP1"]
     same_as_eager(stages.dag, model, BATCH)
 
 
@@ -266,6 +288,29 @@ def test_the_backward_of_a_custom_function_is_in_its_region():
     assert all(n in stages.regions.is_backward for n in tripled)
     assert partials(stages) == {"w.0": ["PP0"], "w.1": ["PP1"]}
     same_as_eager(stages.dag, model, rows(4))
+
+
+class Around(Weights):
+    """A custom function in the first visit of a region, whose backward comes last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = Tripled.apply(x @ self.w)
+        with piper.annotate("PP", 1):
+            h = torch.tanh(h @ self.v)
+        with piper.annotate("PP", 0):
+            return Tripled.apply(h).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_backward_of_a_custom_function_is_in_its_visit():
+    model = Around()
+    stages = capture(model, BATCH).build()
+    assert regions(stages) == ["PP0", "PP1", "PP0.v1"]
+    tripled = [n for n in stages.capture.graph.nodes if 3 in n.args]
+    assert [str(stages.regions.of[n]) for n in tripled] == ["PP0.v1", "PP0"]
+    assert partials(stages) == {"w": ["PP0"], "v": ["PP1"]}
+    same_as_eager(stages.dag, model, BATCH)
 
 
 def test_a_checkpointed_region_recomputes_in_its_own_backward():

@@ -36,6 +36,7 @@ class Trial:
         calls: Before an update.
         style: How arguments are given: as "args", "kwargs", or in one "dict".
         optimizer: "sgd" or "adamw".
+        norm: The p of the norm by which gradients are clipped.
         evaluates: Whether a call without gradients follows.
         spares: Whether ranks get nothing of the inputs that they do not use.
         deferred: Whether the ranks build the model under `piper.deferred_init`.
@@ -55,6 +56,7 @@ class Trial:
     calls: int = 1
     style: str = "args"
     optimizer: str = "sgd"
+    norm: float = 2.0
     evaluates: bool = False
     spares: bool = False
     deferred: bool = False
@@ -101,6 +103,7 @@ class Run:
         norms: Of the gradients before clipping, by update.
         outputs: By call, those other than the loss that it has.
         values: Its part of every parameter that it holds.
+        whole: The parameters as `piper.state_dict` puts them together.
         blocks: Which block of how many of a parameter that is, one after the other.
         buffers: Those that it changes.
         replica: Which one it belongs to.
@@ -110,6 +113,7 @@ class Run:
     norms: list[float] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
+    whole: dict[str, Tensor] = field(default_factory=dict)
     blocks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     replica: int = 0
@@ -160,8 +164,8 @@ def train(trial: Trial) -> list[Run]:
                 if number < len(several) - 1:
                     later = piper.no_sync(step)
                 with later:
-                    call(batch).backward()
-            run.norms.append(float(piper.clip_grad_norm_(step, CLIP)))
+                    (call(batch) / (number + 1)).backward()
+            run.norms.append(float(piper.clip_grad_norm_(step, CLIP, trial.norm)))
             optimizer.step()
             optimizer.zero_grad()
         _keep_state(run, step)
@@ -205,6 +209,7 @@ def _keep_state(run: Run, step: Any) -> None:
     for name, param in piper.named_parameters(step):
         if param.numel():
             run.values[name] = getattr(param, "_local_tensor", param).detach().clone()
+    run.whole = piper.state_dict(step)
     buffers = dict(step.named_buffers())
     for position, _ in program.buffers:
         name = names[position]
@@ -273,7 +278,7 @@ def alone(trial: Trial) -> list[Run]:
     optimizer = trial.stepper(params)
     runs = [Run(replica=at) for at in range(trial.replicas)]
 
-    def call(batch: dict[str, Any], *, learns: bool) -> None:
+    def call(batch: dict[str, Any], share: float) -> None:
         total = 0.0
         for run, copy, pieces in zip(runs, copies, _pieces(trial, batch), strict=True):
             found: list[dict[str, Any]] = []
@@ -283,21 +288,21 @@ def alone(trial: Trial) -> list[Run]:
                 found.append(others)
                 loss = loss * weight
                 total += loss.item()
-                if learns:
-                    loss.backward()
+                if share:
+                    (loss * share).backward()
             run.outputs.append({name: _joined([one[name] for one in found]) for name in found[0]})
         for run in runs:
             run.losses.append(total)
 
     for several in trial.batches():
-        for batch in several:
-            call(batch, learns=True)
+        for number, batch in enumerate(several):
+            call(batch, 1.0 / (number + 1))
         for copy in copies[1:]:
             for ours, theirs in zip(params, copy.parameters(), strict=True):
                 if theirs.grad is not None and ours.grad is not None:
                     ours.grad += theirs.grad
                 theirs.grad = None
-        norm = _clip([p.grad for p in params if p.grad is not None])
+        norm = _clip([p.grad for p in params if p.grad is not None], trial.norm)
         optimizer.step()
         optimizer.zero_grad()
         for copy in copies[1:]:
@@ -310,7 +315,7 @@ def alone(trial: Trial) -> list[Run]:
         run.buffers = {name: b.clone() for name, b in copy.named_buffers()}
     if trial.evaluates:
         with torch.no_grad():
-            call(trial.batches()[0][0], learns=False)
+            call(trial.batches()[0][0], 0.0)
     return runs
 
 
@@ -341,9 +346,9 @@ def _joined(values: list[Any]) -> Any:
     return torch.cat(values) if values[0].dim() else torch.stack(values)
 
 
-def _clip(grads: Sequence[Tensor]) -> float:
+def _clip(grads: Sequence[Tensor], p: float) -> float:
     """As `piper.clip_grad_norm_`: the norm is not rounded to few bits."""
-    norm = torch.stack([g.double().norm() for g in grads]).norm().item() if grads else 0.0
+    norm = torch.stack([g.double().norm(p) for g in grads]).norm(p).item() if grads else 0.0
     for grad in grads:
         grad.mul_(torch.tensor(min(CLIP / (norm + 1e-6), 1.0), dtype=torch.float64).to(grad.dtype))
     return norm
@@ -378,6 +383,9 @@ def compare(
                 whole = parts[index] if index < len(parts) else whole[:0]
             # An update is as small as gradients are clipped.
             _close(value, whole, f"{where} parameter {name}", min(tolerance, 5e-3))
+        for name, value in got.whole.items():
+            if name in want.values:
+                _close(value, want.values[name], f"{where} whole {name}", min(tolerance, 5e-3))
         for name, value in got.buffers.items():
             _close(value, want.buffers[name], f"{where} buffer {name}", tolerance)
     if numbers_only:
