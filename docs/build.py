@@ -1,4 +1,4 @@
-"""Write `docs/schedules.md` and the documents' pictures: `python -m docs.build`, or `make docs`.
+"""Write `docs/schedules.md`, its like, and pictures: `python -m docs.build`, or `make docs`.
 
 The numbers come from plans (`figures.py`), the rules from the schedules' own docstrings.
 """
@@ -10,6 +10,7 @@ from textwrap import fill
 
 from PIL import Image
 
+from docs import tables
 from docs.figures import (
     LAYERS,
     MICROBATCHES,
@@ -143,7 +144,8 @@ def _listed(values: tuple[float, ...]) -> str:
 
 
 def main() -> None:
-    """Write the page and its pictures."""
+    """Write the pages and their pictures."""
+    tables.write()
     (FOLDER / "schedules.md").write_text(text(), encoding="utf-8")
     (FOLDER / "schedules").mkdir(exist_ok=True)
     for name in SCHEDULES:

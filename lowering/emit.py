@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper_dynamo.errors import PiperSyntaxError
-from piper_dynamo.ir.program import UNWATCHED, Instr, Op, RankProgram, Watch
+from piper_dynamo.ir.program import COLLECTIVES, UNWATCHED, Instr, Op, RankProgram, Watch
 from piper_dynamo.ir.spec import TensorSpec, show_bytes
 from piper_dynamo.ir.task import TaskName
 
@@ -59,6 +59,8 @@ def emit(
         if index == pause:
             lines.append(_pause(program))
         written = _probed_lines(instr, index) if index in watch.probed else _lines(instr, specs)
+        if watch.named and (instr.op in COLLECTIVES or instr.op in (Op.POST, Op.SEND)):
+            written = [f"rt.about({instr.task!r})", *written]
         if index in watch.stops:
             written = [f"breakpoint()  # before {instr.task}", *written]
         if seconds and instr.op is Op.RUN:

@@ -110,6 +110,7 @@ class Shard:
             return
         faults = region_misses(self._shardings, dag)
         experts = self._find(dag, faults)
+        faults += _without_dispatch(experts)
         if not faults:  # one microbatch stands for all on the same ranks
             alike = {(str(o.node.target), o.devices): o for o in reversed(experts.values())}
             given = _returned(dag)
@@ -149,6 +150,30 @@ class Shard:
             if is_one and node.meta.get("phase") is not None:
                 found[node] = _Expert(node=node, how=mine[0], groups=groups)
         return found
+
+
+def _without_dispatch(experts: dict[Node, _Expert]) -> list[str]:
+    """Regions that no tokens are dispatched to hold no experts, so no weight is split there."""
+    entered = {
+        _tags(node)
+        for node in experts
+        if any(border_of(source, Kind.EXCHANGE) for source in node.all_input_nodes)
+    }
+    first = {_tags(node): one for node, one in reversed(experts.items())}
+    return [
+        f"{one.how.label}: {one.where} is not entered by piper.moe.dispatch, so it has no experts; "
+        "splitting other weights over ranks (tensor parallelism) is not built\n"
+        "  hint  let Shard match expert regions alone; piper.Replicate(zero=3) splits what ranks "
+        "hold of any weight"
+        for tags, one in first.items()
+        if tags not in entered
+    ]
+
+
+def _tags(node: Node) -> tuple[tuple[str, int], ...]:
+    name = task_of(node).name
+    assert name is not None
+    return name.region.tags
 
 
 def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[Node]) -> list[str]:

@@ -79,16 +79,21 @@ def weakly_mark_arguments() -> None:
             weakly_mark_dynamic(value, 0)
 
 
-def attribute_stores() -> list[str]:
-    """Tensors that the call being traced assigns to attributes of modules, e.g. `ema`."""
+def attribute_stores() -> list[tuple[dict[str, Any] | None, str, str]]:
+    """Tensors that the call being traced assigns to attributes: module, attribute, graph node.
+
+    A module is given as the dict of its buffers; none where it is not one of these that changes.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    effects = InstructionTranslator.current_tx().output.side_effects
-    found: list[str] = []
+    effects: Any = InstructionTranslator.current_tx().output.side_effects
+    found: list[tuple[dict[str, Any] | None, str, str]] = []
     for owner, attributes in effects.store_attr_mutations.items():
         if "NNModule" in type(owner).__name__:
-            found += [n for n, v in attributes.items() if "TensorVariable" in type(v).__name__]
-    for variable in effects.id_to_variable.values():
+            tensors = [i for i in attributes.items() if "TensorVariable" in type(i[1]).__name__]
+            found += [(owner.value._buffers, n, v.as_proxy().node.name) for n, v in tensors]
+    held = {id(one): one for one in effects.keepalive}
+    for key, variable in effects.id_to_variable.items():
         if "DictVariable" not in type(variable).__name__ or variable.source is None:
             continue
         try:
@@ -96,7 +101,11 @@ def attribute_stores() -> list[str]:
         except NotImplementedError:  # made by the call itself, such as a dict of an output's
             continue
         if name.endswith(("._buffers", "._parameters")) and effects.is_modified(variable):
-            found.append(name.rpartition(".")[2])
+            old, items = variable.original_items, variable.items.items()
+            new = [(k.vt.value, v) for k, v in items if variable.is_new_item(old.get(k.vt), v)]
+            nodes = [(n, v.as_proxy().node.name) for n, v in new if v.is_tensor()]
+            buffers = held.get(key) if name.endswith("._buffers") else None
+            found += [(buffers, *one) for one in nodes or [(name.rpartition(".")[2], "")]]
     return found
 
 

@@ -5,6 +5,7 @@ chunks run operator by operator or through inductor. With a strategy, the graph 
 a `CompiledStep`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -25,6 +26,7 @@ from piper_dynamo.pending import source_of
 from piper_dynamo.plan_checks import refuse_unsupported
 from piper_dynamo.planning import split_of
 from piper_dynamo.step import CompiledStep
+from piper_dynamo.stores import take_stores
 from piper_dynamo.tagging import tag_by_path
 
 
@@ -51,7 +53,7 @@ def piper(
     compat.raise_recompile_limit()
     _refuse_graph_break(gm)
     refuse_unsupported(chosen.strategy, split_of(chosen.strategy))
-    _refuse_stores()
+    stores = take_stores(gm)
     inline_regions(gm)
     if chosen.strategy.regions:
         tag_by_path(gm, chosen.strategy.regions)
@@ -61,7 +63,7 @@ def piper(
     if split.num_microbatches > 1:
         _make_batch_symbolic(gm, args, example_inputs, dims)
     training = torch.is_grad_enabled() and any(a.requires_grad for a in args)
-    return CompiledStep(gm, args, chosen, training=training)
+    return CompiledStep(gm, args, chosen, training=training, stores=stores)
 
 
 def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
@@ -102,8 +104,13 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
     raise PiperCaptureError(graph_break(where, reason.strip().splitlines()[0]))
 
 
+_SYMBOL = re.compile(r"\b(zu?f|u)\d+\b")
+
+
 def graph_break(where: str, why: str) -> str:
     """That a call under a strategy cannot be one graph, where, and what to do."""
+    # Symbols such as zuf0 stand for what a tensor holds, and have no name in the user's code.
+    why = _SYMBOL.sub("a tensor's value", why.partition(" (unhinted")[0])
     hint = (
         "move the statement out of forward (prints, .item(), data-dependent ifs, "
         "other libraries); without a strategy, graph breaks work"
@@ -118,18 +125,6 @@ def graph_break(where: str, why: str) -> str:
         {"at": where, "why": why},
         hint=hint,
     )
-
-
-def _refuse_stores() -> None:
-    stored = dynamo.attribute_stores()
-    if stored:
-        raise PiperCaptureError(
-            format_error(
-                "forward assigns a new tensor to an attribute of the module",
-                {"attributes": ", ".join(f"self.{name}" for name in stored)},
-                hint="update buffers in place: self.ema.copy_(...), self.calls.add_(1), not +=",
-            )
-        )
 
 
 def baked_in(name: str, size: int, at: str) -> str:

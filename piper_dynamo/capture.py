@@ -124,6 +124,7 @@ def trace(  # noqa: PLR0913
     with young_collector():
         graph = (compat.trace_joint if training else compat.trace_forward)(prepared, fakes, mode)
     _refuse_graphs(graph)
+    _refuse_sparse(graph)
     if has_casts:
         refuse_mixed(graph)
     _burn_numbers(graph, args, fakes)
@@ -148,6 +149,19 @@ def _refuse_graphs(graph: fx.Graph) -> None:
                     {"at": user_line(node) or "unknown line"},
                     hint="write it with ordinary operators, such as torch.where between values or "
                     "scaled_dot_product_attention with a mask; without a strategy it works",
+                )
+            )
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    """Gradients have their parameters' memory: sums, messages and shards are dense."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "sparse_coo_tensor" in compat.target_name(node.target):
+            raise PiperCaptureError(
+                format_error(
+                    "the model makes a sparse gradient",
+                    {"at": user_line(node) or "no source line", "node": node.format_node()},
+                    hint="use nn.Embedding(..., sparse=False); the same numbers, as a dense tensor",
                 )
             )
 

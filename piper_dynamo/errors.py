@@ -11,7 +11,7 @@ class PiperError(Exception):
     """Base of every error raised on purpose by Piper."""
 
 
-class PiperStrategyError(PiperError):
+class PiperStrategyError(PiperError, ValueError):
     """A directive or strategy is malformed, or two directives contradict each other."""
 
 
@@ -19,7 +19,7 @@ class PiperCaptureError(PiperError):
     """The model cannot be captured as one graph of one microbatch."""
 
 
-class PiperPlanError(PiperError):
+class PiperPlanError(PiperError, ValueError):
     """A plan is unsafe or impossible; the message lists every fault found."""
 
 

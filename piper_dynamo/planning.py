@@ -23,7 +23,7 @@ from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
-from piper_dynamo.ir.joint import Arg, Recomputed
+from piper_dynamo.ir.joint import Arg, ArgKind, Recomputed
 from piper_dynamo.ir.meaning import Meaning, as_placed, meaning_of
 from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
 from piper_dynamo.ir.task import RegionId
@@ -61,6 +61,7 @@ from piper_dynamo.records import replications, shardings
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
 from piper_dynamo.strategy import Place as PlaceDirective
+from piper_dynamo.strategy import Replicate as ReplicateDirective
 from piper_dynamo.strategy import Split as SplitDirective
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.summary import summarize
@@ -336,7 +337,18 @@ class Plan:
             communicators=self.communicators(),
             recomputed=self.recomputed,
             memories=self.memory(optimizer),
+            shared=self._shared(),
+            replicated=[repr(one) for one in self.strategy.of(ReplicateDirective)],
         )
+
+    def _shared(self) -> dict[str, list[tuple[int, ...]]]:
+        """Parameters that several device groups hold, and these groups."""
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for position, ranks in sorted(self.holders().items()):
+            groups = [group for group in self.groups if set(group) & set(ranks)]
+            if self.args[position].kind is ArgKind.PARAMETER and len(groups) > 1:
+                found[self.args[position].name] = groups
+        return found
 
     def __str__(self) -> str:
         return self.summary()

@@ -5,9 +5,10 @@ call (see `state.py`).
 """
 
 import functools
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, fx
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
-from piper_dynamo.agreement import agree, announcement, check_copies, compare
+from piper_dynamo.agreement import agree, announcement, check_copies, compare, describe
 from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.captured import Call, CapturedStep
 from piper_dynamo.costs import durations, tasks_run
@@ -48,6 +49,8 @@ from piper_dynamo.state import (
     unjoined_output,
 )
 from piper_dynamo.strategy import Replicate as ReplicateDirective
+
+log = logging.getLogger("piper.step")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,9 +115,17 @@ class CompiledStep(CapturedStep):
     """The callable that Dynamo's code runs with the graph's arguments."""
 
     def __init__(
-        self, gm: fx.GraphModule, args: tuple[Arg, ...], options: Options, *, training: bool
+        self,
+        gm: fx.GraphModule,
+        args: tuple[Arg, ...],
+        options: Options,
+        *,
+        training: bool,
+        stores: Mapping[int, int],
     ) -> None:
+        """`stores` says of outputs that forward assigns to buffers which arguments these are."""
         super().__init__(gm, args, options, training=training)
+        self._stores = stores
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def __call__(self, *values: Any) -> Any:
@@ -193,6 +204,7 @@ class CompiledStep(CapturedStep):
         # With the communicator: Dynamo keeps this object for the next job of the process too.
         entries = comm.programs.setdefault(self, {})
         if key not in entries:
+            start = time.perf_counter()
             plan = self._plan(values, comm.world_size)
             comm.prepare_groups(plan.communicators())
             program = plan.programs[comm.rank]
@@ -218,8 +230,16 @@ class CompiledStep(CapturedStep):
                     looks=self._options.nan_check is not None and plan.dag.training,
                 ),
                 is_random=any(i.seed is not None for p in plan.distinct for i in p.instrs),
-                announcement=announcement(plan, self._options.watched()),
+                announcement=announcement(
+                    plan, self._options.watched() + (" PIPER_DEBUG=comm" * comm.is_checked)
+                ),
                 is_later=tuple(p in layouts and not layouts[p].reduced for p, _ in program.grads),
+            )
+            log.log(
+                logging.DEBUG if comm.rank else logging.INFO,
+                "program made in %.1f s: %s",
+                time.perf_counter() - start,
+                describe(plan),
             )
         found: Entry = entries[key]
         return found
@@ -380,7 +400,9 @@ class CompiledStep(CapturedStep):
             owned |= self._differentiable_outputs(state, program, results, owned, values)
         found: list[Any] = []
         for index, output in enumerate(plan.dag.outputs):
-            if index == plan.dag.loss:
+            if index in self._stores:  # Dynamo's code assigns it: the buffer, which has changed
+                found.append(values[self._stores[index]])
+            elif index == plan.dag.loss:
                 found.append(self._loss_value(entry, state, results, values, scale))
             elif isinstance(output.value, Unjoined):
                 found.append(unjoined_output(output.value, self._label(index)))

@@ -127,6 +127,8 @@ def summarize(  # noqa: PLR0913
     communicators: Sequence[Group] = (),
     recomputed: Mapping[RegionId, Recomputed] | None = None,
     memories: Sequence[RankMemory] = (),
+    shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+    replicated: Sequence[str] = (),
 ) -> str:
     """Ranks, what they hold, run, send, gather and reduce per step, and predicted memory.
 
@@ -141,6 +143,8 @@ def summarize(  # noqa: PLR0913
         communicators: What ranks create before the first step, in that order.
         recomputed: Of regions that make something again, what that saves and costs.
         memories: What each rank holds at its peak.
+        shared: Parameters that several device groups hold, and these.
+        replicated: Directives that say what replicas share.
     """
     heading = [
         _many(world_size, "rank"),
@@ -161,6 +165,8 @@ def summarize(  # noqa: PLR0913
     if "gathers" in heads or "reductions" in heads:
         lines.append("gathers and reductions of a step, with the bytes of what they make or sum")
     lines += _trained_lines(args)
+    lines += _shared_lines(shared or {})
+    lines += [f"replicas by {directive}" for directive in replicated]
     lines += _recomputed_lines(recomputed or {})
     lines += _dtype_lines(programs)
     lines += _memory_lines(memories)
@@ -303,6 +309,15 @@ def _trained_lines(args: Sequence[Arg]) -> list[str]:
 
     rest = f", {len(frozen)} of them frozen ({size(frozen)})" if frozen else ""
     return [f"{_many(len(found), 'parameter')} ({size(found)}){rest}"] if found else []
+
+
+def _shared_lines(shared: Mapping[str, Sequence[tuple[int, ...]]]) -> list[str]:
+    """Parameters of several stages, whose copies get the sum of all their gradients."""
+    lines = []
+    for name, groups in list(shared.items())[:_LISTED]:
+        ranks = " and ".join(f"{'rank' if len(g) == 1 else 'ranks'} {_listed(g)}" for g in groups)
+        lines.append(f"{name} is held by {ranks}: the sum of their gradients goes to each")
+    return [*lines, *_rest(list(shared))]
 
 
 def _memory_lines(found: Sequence[RankMemory]) -> list[str]:

@@ -71,6 +71,7 @@ class Communicator(Protocol):
         meetings: Steps at the last call of all ranks, and how many of those since that step.
         saving: The save that still runs in the background, if there is one.
         programs: This rank's compiled programs.
+        is_checked: Whether messages are announced and compared (`headers.py`).
     """
 
     rank: int
@@ -82,6 +83,10 @@ class Communicator(Protocol):
     meetings: tuple[int, int]
     saving: Any
     programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]
+    is_checked: bool
+
+    def about(self, task: str) -> None:
+        """Where messages are compared: what is sent, received or started next is of this task."""
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """Start to receive a message of the channel from `source`, shaped like `like`; a handle."""
@@ -130,6 +135,9 @@ class Communicator(Protocol):
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
 
+    def end_step(self) -> None:
+        """Where messages are compared: wait for those that have not surely left."""
+
     def abandon(self) -> None:
         """Forget what a failed step left in flight."""
 
@@ -137,6 +145,7 @@ class Communicator(Protocol):
 class TorchCommunicator:
     """torch.distributed's default process group (gloo on CPU)."""
 
+    is_checked = False
     _jobs = itertools.count()
 
     def __init__(self, timeout_s: float) -> None:
@@ -156,9 +165,16 @@ class TorchCommunicator:
         self._meshes: dict[Any, Any] = {}
         self._pairwise: Counter[Group] = Counter()  # collectives made of messages, so far
 
+    def about(self, task: str) -> None:
+        """See `Communicator`."""
+
+    def _room(self, like: Any) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
     def post(self, source: int, message: int, like: Any) -> Any:
         """See `Communicator`."""
-        buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        buffer = self._room(like)
         return dist.irecv(buffer, source, tag=message), buffer
 
     def wait(self, handle: Any) -> Tensor:
@@ -306,6 +322,9 @@ class TorchCommunicator:
             found = [self._groups[STATE, group] for group in mine]
             self._meshes[key] = compat.mesh_of(groups, self.rank, device, found)
         return self._meshes[key]
+
+    def end_step(self) -> None:
+        """See `Communicator`."""
 
     def abandon(self) -> None:
         """See `Communicator`."""

@@ -7,9 +7,12 @@ line.
 
 import copy
 import functools
+import linecache
+import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -31,9 +34,11 @@ from piper_dynamo.ir.program import (
     Op,
     RankProgram,
     Watch,
+    around,
     mix_seed,
 )
 from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.waiting import Running, watched
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
 SLEEP_MARGIN_S = 0.0002
@@ -142,6 +147,7 @@ class Runtime:
         self.wait = comm.wait
         self.wait_all = comm.wait_all
         self.drain = comm.drain
+        self.about = comm.about
         # rt.all_gather([values], group, [likes]) and so on start a collective and give its handle.
         for op in COLLECTIVES:
             setattr(self, op.value, functools.partial(comm.start_collective, op))
@@ -244,6 +250,13 @@ class Executor:
 
     def _load(self, watch: Watch) -> Callable[..., Any]:
         code = self._emit(watch)
+
+        def waits(line: int) -> str | None:
+            instr = self.program.instrs[code.instr_of_line.get(line, 0)]
+            if instr.op not in (Op.WAIT, Op.DRAIN):
+                return None
+            return _waiting_for(self.program.rank, instr)
+
         namespace: dict[str, Any] = {**self._chunks, **code.specs}
         exec(compile(code.source, code.file, "exec"), namespace)
         step = namespace["step"]
@@ -252,7 +265,11 @@ class Executor:
             def run(*args: Any) -> Any:
                 try:
                     # Operators were traced with their casts: none may be added now.
-                    with torch.no_grad(), compat.no_autocast():
+                    with (
+                        torch.no_grad(),
+                        compat.no_autocast(),
+                        watched(Running(file=code.file, waits=waits)),
+                    ):
                         return call(*args)
                 except StopIteration:
                     raise
@@ -261,7 +278,7 @@ class Executor:
                     self.comm.abandon()
                     if index is None or not isinstance(error, Exception):
                         raise
-                    raise self._explain(error, self.program.instrs[index]) from error
+                    raise self._explain(error, index) from error
 
             return run
 
@@ -274,22 +291,22 @@ class Executor:
 
         return start
 
-    def _explain(self, error: Exception, instr: Instr) -> PiperError:
+    def _explain(self, error: Exception, index: int) -> PiperError:
+        instr = self.program.instrs[index]
         timed_out = isinstance(error, PiperTimeoutError)
         rank = self.program.rank
         task = instr.task or instr.op
-        details = {"where": instr.where or "no source line", "instruction": f"{instr.op} {task}"}
+        details = {
+            "where": _user_line(error.__traceback__) or instr.where or "no source line",
+            "instruction": f"{instr.op} {task}",
+            "program": around(self.program, index),
+        }
         if timed_out:
             finite = self.comm.timeout_s != float("inf")
             waited = f" since {self.comm.timeout_s:g} s" if finite else ", and it cannot come"
-            title = f"rank {rank} waits for {task} of all its ranks{waited}"
-            if instr.peer >= 0:
-                title = f"rank {rank} waits for {task} from rank {instr.peer}{waited}"
-            if instr.op is Op.DRAIN:
-                title = f"rank {rank} waits for rank {instr.peer} to take {task}{waited}"
             return PiperTimeoutError(
                 format_error(
-                    title,
+                    _waiting_for(rank, instr) + waited,
                     {**details, "why": error},
                     hint="look for the first failed rank; raise timeout_s if steps take that long",
                 )
@@ -332,6 +349,8 @@ class Executor:
             # The CPU's tells chunks their seed, whichever devices they draw on.
             devices = dict.fromkeys(v.device for v in (*state, *data) if v.device.type != "cpu")
             runtime.generators = [torch.default_generator, *map(compat.generator_of, devices)]
+        if self.comm.is_checked:
+            watch = replace(watch, named=True)
         if watch not in self._steps:
             self._steps[watch] = self._load(watch)
         step = self._steps[watch]
@@ -365,6 +384,7 @@ class Executor:
         finally:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
+            self.comm.end_step()
             blocks.POOL.give_back()
             if runtime.probe is not None:
                 runtime.probe.finish()
@@ -380,6 +400,32 @@ class Executor:
     def marks(self) -> Sequence[tuple[int, float]]:
         """Instruction and end time in seconds of the last timed step; -1 is its start."""
         return tuple(self._runtime.marks)
+
+
+def _waiting_for(rank: int, instr: Instr) -> str:
+    """Which rank waits for what from whom."""
+    task = instr.task or instr.op
+    if instr.op is Op.DRAIN:
+        return f"rank {rank} waits for rank {instr.peer} to take {task}"
+    if instr.peer >= 0:
+        return f"rank {rank} waits for {task} from rank {instr.peer}"
+    return f"rank {rank} waits for {task} of all its ranks"
+
+
+_USER_LINE = re.compile(r"# File: (.+?:\d+)\b")  # as torch.fx writes it above the code of a line
+
+
+def _user_line(trace: TracebackType | None) -> str:
+    """The user's line of the operator that failed; equal chunks share the lines of the first."""
+    found = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if re.match(r"<piper chunk |chunk-", file.rpartition(os.sep)[2]):
+            above = linecache.getlines(file)[: trace.tb_lineno]
+            lines = (m[1] for text in reversed(above) if (m := _USER_LINE.search(text)))
+            found = next(lines, found)
+        trace = trace.tb_next
+    return found
 
 
 def _failed_instr(

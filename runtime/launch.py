@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
 from piper_dynamo.runtime import local
 from piper_dynamo.runtime.comm import FOREVER_S, Communicator, TorchCommunicator, ended
+from piper_dynamo.runtime.headers import CheckedCommunicator, is_asked_for
 
 ENGINES = ("local", "torchrun", "inprocess")
 MEETING_S = 60.0
@@ -42,7 +43,7 @@ def communicator(timeout_s: float) -> Communicator:
     _join_torchrun(timeout_s)
     if dist.is_available() and dist.is_initialized():
         if _torch_comm is None or _torch_comm.group is not dist.group.WORLD:
-            _torch_comm = TorchCommunicator(timeout_s)
+            _torch_comm = (CheckedCommunicator if is_asked_for() else TorchCommunicator)(timeout_s)
         _torch_comm.timeout_s = timeout_s
         return _torch_comm
     if _alone is None:

@@ -146,6 +146,8 @@ def current() -> "LocalCommunicator | None":
 class LocalCommunicator:
     """One rank of an in-process job; checks shape and dtype of every message."""
 
+    is_checked = False
+
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world = world
         self.rank = rank
@@ -158,6 +160,9 @@ class LocalCommunicator:
         self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self._meeting: dict[Group, int] = {}
+
+    def about(self, task: str) -> None:
+        """See `Communicator`."""
 
     def post(self, source: int, message: int, like: Any) -> Any:
         """See `Communicator`."""
@@ -277,6 +282,9 @@ class LocalCommunicator:
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """See `Communicator`."""
         return compat.mesh_of(groups, self.rank, device, [])
+
+    def end_step(self) -> None:
+        """See `Communicator`."""
 
     def abandon(self) -> None:
         """See `Communicator`."""

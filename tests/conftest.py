@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,8 @@ if _OWN_CACHE is not None:
     os.environ["PIPER_CACHE_DIR"] = _OWN_CACHE
 
 import torch  # noqa: E402  (reads OMP_NUM_THREADS when it is imported)
+
+from tests.pool import Pool  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -42,6 +45,14 @@ def seeds() -> int:
     random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Two processes, started by the first test that asks for them."""
+    made = Pool(2)
+    yield made
+    made.close()
 
 
 def _count(marker: pytest.Mark, least: int) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,6 @@ from tests.replicas import CASES, PAIR
 from tests.resuming import MIXED, Run, layout
 
 pytestmark = pytest.mark.dist(2)
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Two processes for all tests of this file."""
-    made = Pool(2)
-    yield made
-    made.close()
 
 
 # What the workers run: functions at the top of this module, called by name. Models by name too.

@@ -298,11 +298,13 @@ class Watch:
         timed: Note when each instruction ended.
         probed: Indices of the RUN instructions whose inputs and outputs a probe is shown.
         stops: Indices of the instructions before which the debugger is entered.
+        named: Say of which task each message and collective is (`runtime/headers.py`).
     """
 
     timed: bool = False
     probed: frozenset[int] = frozenset()
     stops: frozenset[int] = frozenset()
+    named: bool = False
 
 
 UNWATCHED = Watch()
@@ -315,3 +317,25 @@ def where(program: RankProgram, index: int) -> str:
     line = f" [{instr.where}]" if instr.where else ""
     task = f" {instr.task}" if instr.task else ""
     return f"rank {program.rank} #{index} {instr.op}{task}{stream}{line}"
+
+
+_SHOWN = {
+    Op.RUN: "{task}",
+    Op.SEND: "send {task} to rank {peer}",
+    Op.WAIT: "wait for {task}",
+    Op.DRAIN: "wait for rank {peer} to take {task}",
+} | {op: f"{op.value} {{task}}" for op in COLLECTIVES}
+_AROUND = 4  # instructions shown on each side of one
+
+
+def around(program: RankProgram, index: int) -> str:
+    """An instruction among those of its rank that compute or communicate, one a line."""
+    shown = [k for k, i in enumerate(program.instrs) if i.op in _SHOWN or k == index]
+    at = shown.index(index)
+    lines = []
+    for k in shown[max(at - _AROUND, 0) : at + _AROUND + 1]:
+        instr = program.instrs[k]
+        text = _SHOWN.get(instr.op, f"{instr.op} {{task}}")
+        text = text.format(task=instr.task or "a value", peer=instr.peer)
+        lines.append(("-> " if k == index else "   ") + text)
+    return "\n".join(lines)

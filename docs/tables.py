@@ -1,0 +1,59 @@
+"""Pages that are written from tests: known faults, and what works with what."""
+
+from pathlib import Path
+
+from tests.faults import combinations, kinds
+
+FOLDER = Path(__file__).parent
+WRITTEN = "<!-- Written by `make docs` from {source}: change that, not this file. -->\n"
+
+FAULTS = """\
+# Known faults of such systems
+
+{written}
+Users of other systems that train over many devices have reported these faults, most often those
+at the top. Each report is a test here, as a tiny input with the value that should come out, in
+float64; where a report gives the value that the fault would give, a test makes the fault on
+purpose and sees that value, so that the test is known to notice. `tests/faults/` has them, by the
+kind of thing that goes wrong; a test's docstring begins with the number of its case.
+
+What ranks send each other is compared first with `PIPER_DEBUG=comm`
+([debugging.md](debugging.md)), since gloo is silent about much of it;
+`tests/faults/test_headers.py` makes each such fault.
+
+"""
+
+COMBINATIONS = """\
+# What works with what
+
+{written}
+*Yes* means that a test trains the pair for two clipped steps and compares losses, gradient norms
+and the whole state with one process: within 1e-11 in float64, or, where Piper draws masks or
+rounds, with the same model on one rank. *No* means that the pair is refused when it is compiled,
+with the words below. What is empty excludes itself. A pair without a schedule runs on two stages
+of 1F1B.
+
+What no row names is refused by name, too: tensor parallelism, several `Split`s, `Order(stream=)`;
+[README.md](../README.md) lists what is not built.
+
+"""
+
+
+def faults() -> str:
+    """The page of known faults."""
+    return FAULTS.format(written=WRITTEN.format(source="tests/faults/")) + kinds.text()
+
+
+def pairs() -> str:
+    """The page of combinations."""
+    source = "tests/faults/combinations.py"
+    return COMBINATIONS.format(written=WRITTEN.format(source=source)) + combinations.text()
+
+
+PAGES = {"faults.md": faults, "what-works-with-what.md": pairs}
+
+
+def write() -> None:
+    """Write all of them."""
+    for name, text in PAGES.items():
+        (FOLDER / name).write_text(text(), encoding="utf-8")

@@ -1,0 +1,108 @@
+"""What forward assigns to attributes of modules: `self.calls += 1`, `self.ema = f(self.ema, x)`.
+
+Of a registered buffer that forward reads, an assignment is a change in place: the buffer keeps its
+memory, and every microbatch sees the value that the last one left. Anything else would be a tensor
+of one microbatch that outlives the step, which is refused.
+
+Signature: Dynamo's graph of a call -> the same with the buffers changed in place.
+"""
+
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.node import Node
+
+from piper_dynamo import _torch_compat as compat
+from piper_dynamo import _torch_dynamo as dynamo
+from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.spec import user_line
+
+
+def take_stores(gm: fx.GraphModule) -> dict[int, int]:
+    """Make of assigned buffers changes in place.
+
+    rewrite:   return (..., new)  ->  buffer.copy_(new) ; return (..., None)
+    requires:  the buffer is an argument of the graph; `new` has its shape and dtype and no gradient
+    keeps:     what forward computes; the caller puts the buffer itself in the place of None
+
+    Returns:
+        The argument that each such output stands for.
+
+    Raises:
+        PiperCaptureError: Something else is assigned.
+    """
+    stored = dynamo.attribute_stores()
+    if not stored:
+        return {}
+    graph = gm.graph
+    (end,) = graph.find_nodes(op="output")
+    outputs = list(end.args[0])
+    nodes = {node.name: node for node in graph.nodes}
+    placeholders = graph.find_nodes(op="placeholder")
+    found: dict[int, int] = {}
+    faults: dict[str, str] = {}
+    for buffers, name, of in stored:
+        new = nodes.get(of)
+        position = _argument(placeholders, (buffers or {}).get(name))
+        fault = _fault(placeholders, position, new)
+        if fault or new is None or position is None:
+            faults[f"self.{name}"] = f"{fault}{f' at {user_line(new)}' if new is not None else ''}"
+            continue
+        if not _is_in_place(new, placeholders[position]):
+            with graph.inserting_before(end):
+                change = graph.call_method("copy_", (placeholders[position], new))
+                change.meta = dict(new.meta)
+        for index, output in enumerate(outputs):
+            if output is new:
+                found[index], outputs[index] = position, None
+    if faults:
+        raise PiperCaptureError(
+            format_error(
+                "forward assigns a new tensor to an attribute of the module",
+                faults,
+                hint="assign to registered buffers alone, values without a gradient (.detach()), "
+                "or change them in place: self.last.copy_(...)",
+            )
+        )
+    end.args = (tuple(outputs),)
+    gm.recompile()
+    return found
+
+
+def _argument(placeholders: list[Node], buffer: Tensor | None) -> int | None:
+    """Which argument of the graph a module's buffer is."""
+    same = [k for k, p in enumerate(placeholders) if compat.example_of(p) is buffer]
+    return same[0] if buffer is not None and same else None
+
+
+def _fault(placeholders: list[Node], position: int | None, new: Node | None) -> str:
+    """Why an assignment is no change of a buffer in place; empty where it is."""
+    value: Any = new.meta.get("example_value") if new is not None else None
+    if not isinstance(value, Tensor):
+        return "is no tensor of this call"
+    if position is None:
+        return "is no registered buffer that forward reads"
+    old = placeholders[position].meta["example_value"]
+    if value.shape != old.shape or value.dtype != old.dtype:
+        was = f"{str(old.dtype).removeprefix('torch.')}{tuple(old.shape)}"
+        return f"is given {str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}, was {was}"
+    return "is given a value with a gradient" if value.requires_grad else ""
+
+
+def _is_in_place(node: Node, buffer: Node) -> bool:
+    """Whether a value is the buffer itself after changes in place: what `+=` and `add_` give."""
+    while node is not buffer:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        changes = (node.op == "call_method" and name.endswith("_")) or (
+            node.op == "call_function" and name in _IN_PLACE
+        )
+        if not changes or not node.args or not isinstance(node.args[0], Node):
+            return False
+        node = node.args[0]
+    return True
+
+
+_IN_PLACE = {
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"),
+    *("iand", "ior", "ixor", "ilshift", "irshift", "imatmul"),
+}

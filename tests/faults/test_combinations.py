@@ -1,0 +1,68 @@
+"""Every pair of features trains as one process does, or is refused as the documents say."""
+
+from pathlib import Path
+
+import pytest
+
+import piper_dynamo as piper
+from docs import tables
+from tests import jobs
+from tests.faults import combinations
+from tests.faults.combinations import FEATURES, PAIRS, REFUSED, Trained, setup_of
+from tests.source_tree import ROOT
+
+QUICK = {
+    ("split backward", "experts"),
+    ("ZeRO 2", "buffers"),
+    ("skips", "checkpoint"),
+    ("dropout", "Recompute"),
+    ("frozen", "resume"),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pytest.param(*p, marks=[pytest.mark.slow] * (p not in QUICK)) for p in PAIRS],
+)
+def test_a_pair_trains_as_one_process_or_is_refused(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    """Two clipped steps: losses, norms and the whole state; or the words of the table."""
+    setup = setup_of(first, second)
+    if (first, second) in REFUSED:
+        text = jobs.refusal(lambda: combinations.run(setup, tmp_path), piper.PiperError)
+        jobs.mentions(text, *REFUSED[first, second])
+        return
+    ranks = combinations.run(setup, tmp_path)
+    combinations.compare(setup, ranks, combinations.reference(setup))
+
+
+def test_control_a_wrong_state_is_noticed(tmp_path: Path) -> None:
+    """The comparison sees losses, norms and each value of the state."""
+    setup = setup_of("1F1B", "skips")
+    ranks, want = combinations.run(setup, tmp_path), combinations.reference(setup)
+    combinations.compare(setup, ranks, want)
+    other = combinations.reference(setup_of("1F1B", "tied weights"))
+    for wrong in (
+        Trained(losses=other.losses, norms=want.norms, state=want.state),
+        Trained(losses=want.losses, norms=other.norms, state=want.state),
+        Trained(
+            losses=want.losses, norms=want.norms, state=want.state | {"w.2": other.state["w.2"]}
+        ),
+    ):
+        with pytest.raises(AssertionError, match="off by"):
+            combinations.compare(setup, ranks, wrong)
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    """The page is written by `make docs` from the pairs that these tests try."""
+    page = (ROOT / "docs" / "what-works-with-what.md").read_text(encoding="utf-8")
+    assert page == tables.pairs(), "run `make docs`"
+
+
+def test_every_feature_is_documented_and_tried() -> None:
+    """Each has a page, and a pair among the quick tests is one of the table's."""
+    for feature in FEATURES.values():
+        assert (ROOT / "docs" / feature.page).exists()
+    assert set(PAIRS) >= QUICK
+    assert set(PAIRS) >= set(REFUSED)
