@@ -94,7 +94,7 @@ def train(kind: type[Blocks], zero: int) -> tuple[Trace, int]:
 
 
 @pytest.mark.dist(4)
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parity(pool: Pool, zero: int):
     want = replicas.reference(CASES["tied"], 2)
     found = pool.values(train, Blocks, zero)

@@ -106,7 +106,10 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (i % 2)) for i, n in enumerate(CASES)],
+)
 def test_does_what_eager_does(name: str) -> None:
     want = observe(name, None)
     found = difference(observe(name, "piper"), want)

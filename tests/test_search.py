@@ -238,6 +238,7 @@ def test_bounds_of_1f1b_without_messages_are_what_it_takes() -> None:
 times = st.floats(0.1, 2.0)
 
 
+@pytest.mark.slow
 @given(times, times, times, st.floats(0.0, 0.5), st.sampled_from([1, 2]))
 @settings(max_examples=5, deadline=None, derandomize=True)
 def test_no_bound_exceeds_any_cost(f: float, bi: float, bw: float, comm: float, top: int) -> None:

@@ -565,6 +565,7 @@ def test_training_in_bfloat16(tmp_path: Path):
     assert "bfloat16" in done.stderr  # what gathers carry
 
 
+@pytest.mark.slow
 @pytest.mark.dist(2)
 @pytest.mark.timeout(200)
 def test_experts_with_a_capacity_say_what_they_drop(tmp_path: Path):

@@ -229,7 +229,8 @@ def _slowdown() -> tuple[float, ...]:
     for _ in range(ROUNDS):
         alone = _work_of(1)
         for count in range(2, world_size() + 1):
-            ratios[count].append(_work_of(count) / alone if alone else 1.0)
+            together = _work_of(count)  # on every rank: it begins with a barrier
+            ratios[count].append(together / alone if alone else 1.0)
     return (1.0, *(max(statistics.median(found), 1.0) for found in ratios.values()))
 
 

@@ -53,7 +53,7 @@ def test_a_graph_break_is_told_with_the_users_line(build: type[nn.Module], mark:
     start = lines.index(f"class {build.__name__}(nn.Module):")
     line = next(k for k in range(start, len(lines)) if mark in lines[k]) + 1
     text = jobs.refusal(lambda: piper.plan(build(), jobs.strategy(LINE2, 2), EIGHT))
-    jobs.mentions(text, "graph break", f"models.py:{line}", "move the statement out of forward")
+    jobs.mentions(text, "graph break", f"models.py:{line}", "decide before the call")
     assert "zuf0" not in text
 
 
