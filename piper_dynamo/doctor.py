@@ -21,8 +21,9 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.api import look, stood_for
 from piper_dynamo.capture import is_module_state, user_name
+from piper_dynamo.changes import Changes
 from piper_dynamo.errors import PiperError
-from piper_dynamo.ir.alias import draws
+from piper_dynamo.ir.alias import called, draws
 from piper_dynamo.ir.spec import user_line
 from piper_dynamo.planning import Plan
 from piper_dynamo.strategy import Place, Split, Strategy
@@ -323,7 +324,7 @@ def _about_graph(gm: fx.GraphModule, names: Mapping[Node, tuple[str, bool]]) -> 
                 )
             )
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    waiting = [n for n in calls if _called(n) in _SYNC_CALLS]
+    waiting = [n for n in calls if called(n) in _SYNC_CALLS]
     if waiting:
         findings.append(
             Finding(
@@ -336,36 +337,18 @@ def _about_graph(gm: fx.GraphModule, names: Mapping[Node, tuple[str, bool]]) -> 
     return findings
 
 
-def _called(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-class _Changes(fx.Interpreter):
-    """Runs a graph on fake values and sees which of its arguments are changed, and where."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self.found: dict[Node, str] = {}
-        self._given: dict[Node, tuple[Tensor, int]] = {}
-
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "placeholder" and isinstance(result, Tensor):
-            self._given[n] = result, result._version
-        for node, (value, version) in self._given.items():
-            if value._version != version:
-                self.found.setdefault(node, user_line(n))
-        return result
-
-
 def _changed(gm: fx.GraphModule) -> dict[Node, str]:
     """Arguments that a graph changes, and the user's line that does it."""
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-    given = gm.graph.find_nodes(op="placeholder")
-    changes = _Changes(gm)
-    with mode, torch.no_grad():
-        changes.run(*[_zeros(node) for node in given])
-    return changes.found
+    with mode:
+        fakes = [_zeros(node) for node in gm.graph.find_nodes(op="placeholder")]
+    changes = Changes(gm, fakes, mode)
+    found: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        for value in changes.changed_by(node):
+            if value.op == "placeholder":
+                found.setdefault(value, user_line(node))
+    return found
 
 
 def _about_state(model: nn.Module, survey: _Survey) -> list[Finding]:

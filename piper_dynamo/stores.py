@@ -15,6 +15,7 @@ from torch.fx.node import Node
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.errors import PiperCaptureError, format_error
+from piper_dynamo.ir.alias import called
 from piper_dynamo.ir.spec import user_line
 
 
@@ -92,7 +93,7 @@ def _fault(placeholders: list[Node], position: int | None, new: Node | None) -> 
 def _is_in_place(node: Node, buffer: Node) -> bool:
     """Whether a value is the buffer itself after changes in place: what `+=` and `add_` give."""
     while node is not buffer:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = called(node)
         changes = (node.op == "call_method" and name.endswith("_")) or (
             node.op == "call_function" and name in _IN_PLACE
         )

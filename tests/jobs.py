@@ -288,3 +288,30 @@ def touched(
         else:
             found[name] = "nothing raised"
     return found
+
+
+def check_masks(build: Callable[[], nn.Module], schedule: str) -> None:
+    """Dropout of a model of loss and output on two stages: one mask forward and backward.
+
+    Masks differ between microbatches, and a job that is run again has the same ones.
+    """
+
+    def job() -> list[tuple[Tensor, Tensor]]:
+        torch.manual_seed(5)
+        x = torch.ones(8, 4, dtype=torch.float64, requires_grad=True)
+        wanted = strategy(LINE2, 4, schedule, reduction="sum", loss=0)
+        step = piper.compile(build(), wanted, example_inputs=(x,), outputs="everywhere")
+        found = []
+        for _ in range(2):
+            loss, y = step(x)
+            (grad,) = torch.autograd.grad(loss, x) if piper.rank() == 0 else (y,)
+            found.append((y.detach(), grad))
+        return found
+
+    first, again = run_ranks(job, 2)[0], run_ranks(job, 2)[0]
+    for (y, grad), (other, _) in zip(first, again, strict=True):
+        assert torch.equal(y == 0, grad == 0)
+        assert 0 < int((y == 0).sum()) < y.numel()
+        assert torch.equal(y, other)
+    masks = [part == 0 for y, _ in first for part in y.chunk(4)]
+    assert all(not torch.equal(masks[0], mask) for mask in masks[1:])

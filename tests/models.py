@@ -405,3 +405,32 @@ class BakedIn(nn.Module):
         with piper.annotate("PP", 1):
             h = h.view(8, 2, 2).flatten(1)  # the baked-in size
             return F.mse_loss(torch.tanh(h @ self.w[1].T), y)
+
+
+class Fixed(nn.Module):
+    """One parameter per stage; the gradients are 3 and 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = x * self.a * 3
+        with piper.annotate("PP", 1):
+            return (h + x * self.b * 4).mean()
+
+
+class Pair(nn.Module):
+    """w and b are 2 each, on unlike stages; the gradient of each is 1."""
+
+    def __init__(self, stages: int = 2) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+        self.b = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = self.w * x
+        with piper.annotate("PP", 1):
+            return (h + self.b * y).sum(1).mean()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import piper_dynamo as piper
 from tests import jobs, replicas
 from tests.jobs import LINE4
-from tests.models import Stack4, fill, rows
+from tests.models import Pair, Stack4, fill, rows
 from tests.replicas import LINE, Case
 
 
@@ -67,21 +67,6 @@ def test_a_model_that_is_frozen_whole_runs_forward_only() -> None:
         assert loss == pytest.approx(Stack4.LOSS, abs=1e-12)
         assert "does not require grad" in text
         assert not training
-
-
-class Pair(nn.Module):
-    """w and b are 2 each, on unlike stages; the gradient of each is 1."""
-
-    def __init__(self, stages: int = 2) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
-        self.b = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with piper.annotate("PP", 0):
-            h = self.w * x
-        with piper.annotate("PP", 1):
-            return (h + self.b * y).sum(1).mean()
 
 
 def groups(named: Any) -> list[dict[str, Any]]:

@@ -432,26 +432,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("attention", [False, True])
 def test_a_gradient_is_zero_where_the_output_is(attention: bool) -> None:
     """Case R56: the mask of the backward is that of the forward, per microbatch and step."""
-
-    def job() -> list[tuple[Tensor, Tensor]]:
-        torch.manual_seed(5)
-        x = torch.ones(8, 4, dtype=torch.float64, requires_grad=True)
-        wanted = jobs.strategy(LINE2, 4, "one_f_one_b", reduction="sum", loss=0)
-        step = piper.compile(Scaled(attention), wanted, example_inputs=(x,), outputs="everywhere")
-        found = []
-        for _ in range(2):
-            loss, y = step(x)
-            (grad,) = torch.autograd.grad(loss, x) if piper.rank() == 0 else (y,)
-            found.append((y.detach(), grad))
-        return found
-
-    first, second = jobs.run_ranks(job, 2)[0], jobs.run_ranks(job, 2)[0]
-    for (y, grad), (again, _) in zip(first, second, strict=True):
-        assert torch.equal(y == 0, grad == 0)
-        assert 0 < int((y == 0).sum()) < y.numel()
-        assert torch.equal(y, again)
-    masks = [part == 0 for y, _ in first for part in y.chunk(4)]
-    assert all(not torch.equal(masks[0], mask) for mask in masks[1:])
+    jobs.check_masks(lambda: Scaled(attention), "one_f_one_b")
 
 
 def test_evaluation_takes_no_seed_from_training() -> None:

@@ -16,6 +16,7 @@ from tests import jobs
 from tests.jobs import LINE2, ONE, V2
 from tests.models import (
     BareLoss,
+    Fixed,
     Hidden,
     Outputs,
     Stack4,
@@ -279,20 +280,6 @@ def test_clipping_uses_the_norm_over_all_ranks() -> None:
     factor = 0.14122735204
     wanted = [factor * norm for norm in Stack4.NORMS]
     assert [found[f"w.{k}"] for k in range(4)] == pytest.approx(wanted, rel=2e-5)
-
-
-class Fixed(nn.Module):
-    """One parameter per stage; the gradients are 3 and 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.zeros((), dtype=F64)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with piper.annotate("PP", 0):
-            h = x * self.a * 3
-        with piper.annotate("PP", 1):
-            return (h + x * self.b * 4).mean()
 
 
 def test_norms_three_and_four_make_five() -> None:

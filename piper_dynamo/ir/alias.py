@@ -72,6 +72,11 @@ def operator_name(node: Node) -> str:
     return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", ""))
 
 
+def called(node: Node) -> str:
+    """The name of the method or function that a node of Dynamo's graph calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def exchange_of(node: Node) -> Kind | None:
     """Which of the experts' exchanges a captured node stands for; None for any other."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -299,10 +299,7 @@ def regions_of(
                 hint="ask for more stages or more memory; ZeRO shards parameters, too",
             )
         )
-    ends = [sum(sizes[: k + 1]) for k in range(num_stages)]
-    return Stages(
-        [units[end - size : end] for size, end in zip(sizes, ends, strict=True)], unit_of_work
-    )
+    return Stages([units[begin:end] for begin, end in _ranges(sizes)], unit_of_work)
 
 
 def units_of(found: Sequence[Operator], num_stages: int) -> list[Unit]:

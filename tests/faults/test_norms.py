@@ -10,7 +10,7 @@ from tests import experts, jobs, replicas
 from tests.faults import fixtures as fx
 from tests.faults.fixtures import EIGHT, F1, Layout, about
 from tests.jobs import LINE2, V2
-from tests.models import Stack4
+from tests.models import Fixed, Stack4
 from tests.replicas import PAIR, TRIPLE
 
 F64 = torch.float64
@@ -51,20 +51,6 @@ def test_control_a_rank_that_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(LocalCommunicator, "reduce_now", lambda self, value: value.clone())
     found = clipped(jobs.strategy(jobs.LINE4, 4), 0.01)
     assert found[0][1]["w.0"].norm().item() == pytest.approx(0.01, rel=1e-4)
-
-
-class Fixed(nn.Module):
-    """Stages whose gradients are 3 and 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.zeros((), dtype=F64)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with piper.annotate("PP", 0):
-            h = x * self.a * 3
-        with piper.annotate("PP", 1):
-            return (h + x * self.b * 4).mean()
 
 
 def test_three_and_four_make_five() -> None:

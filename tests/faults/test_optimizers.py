@@ -12,25 +12,10 @@ from tests import jobs, replicas
 from tests.faults import fixtures as fx
 from tests.faults.fixtures import EIGHT, about
 from tests.jobs import LINE2, LINE4
-from tests.models import Stack4, fill, rows, tok
+from tests.models import Pair, Stack4, fill, rows, tok
 from tests.replicas import LINE, PAIR
 
 # Groups.
-
-
-class Pair(nn.Module):
-    """w and b are 2 each, on unlike stages; the gradient of each is 1."""
-
-    def __init__(self, stages: int = 2) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
-        self.b = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with piper.annotate("PP", 0):
-            h = self.w * x
-        with piper.annotate("PP", 1):
-            return (h + self.b * y).sum(1).mean()
 
 
 ONES = torch.ones(8, 4, dtype=torch.float64)

@@ -43,26 +43,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("zb_h1", marks=pytest.mark.slow)])
 def test_a_mask_is_the_same_in_forward_and_backward(attention: bool, schedule: str) -> None:
     """R56, masks under recompute: zeros of gradient and output agree, masks differ, runs repeat."""
-
-    def job() -> list[tuple[Tensor, Tensor]]:
-        torch.manual_seed(5)
-        x = torch.ones(8, 4, dtype=torch.float64, requires_grad=True)
-        wanted = jobs.strategy(LINE2, 4, schedule, reduction="sum", loss=0)
-        step = piper.compile(Masked(attention), wanted, example_inputs=(x,), outputs="everywhere")
-        found = []
-        for _ in range(2):
-            loss, y = step(x)
-            (grad,) = torch.autograd.grad(loss, x) if piper.rank() == 0 else (y,)
-            found.append((y.detach(), grad))
-        return found
-
-    first, again = jobs.run_ranks(job, 2)[0], jobs.run_ranks(job, 2)[0]
-    for (y, grad), (other, _) in zip(first, again, strict=True):
-        assert torch.equal(y == 0, grad == 0)
-        assert 0 < int((y == 0).sum()) < y.numel()
-        assert torch.equal(y, other)
-    masks = [part == 0 for y, _ in first for part in y.chunk(4)]
-    assert all(not torch.equal(masks[0], mask) for mask in masks[1:])
+    jobs.check_masks(lambda: Masked(attention), schedule)
 
 
 # Initial values.
