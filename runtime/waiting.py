@@ -73,11 +73,18 @@ def watched(step: Running) -> Iterator[None]:
 def _watch() -> None:
     while True:
         time.sleep(FIRST_S / LOOKS)
-        frames = sys._current_frames()
-        for thread, step in list(_running.items()):
-            frame = frames.get(thread)
-            while frame is not None and frame.f_code.co_filename != step.file:
-                frame = frame.f_back
-            told = step.look(frame.f_lineno, time.monotonic()) if frame is not None else None
-            if told is not None:
-                log.warning("%s", told)
+        _look()
+
+
+def _look() -> None:
+    """Tell of each running step that waits.
+
+    A frame that is kept keeps its tensors, and all of them together hold this one, too: a cycle.
+    """
+    for thread, step in list(_running.items()):
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame.f_code.co_filename != step.file:
+            frame = frame.f_back
+        told = step.look(frame.f_lineno, time.monotonic()) if frame is not None else None
+        if told is not None:
+            log.warning("%s", told)

@@ -1,8 +1,11 @@
 """What users are told while they wait, when a step fails, and before it starts (docs/ux.md)."""
 
+import gc
 import logging
 import re
+import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -151,3 +154,27 @@ def test_the_page_names_tests_that_exist() -> None:
             path = ROOT / "tests" / file
             names = [n for n, _ in kinds.tests_of(path)]
             assert name in names or (name == "*" and names), f"{file}::{name}"
+
+
+def test_a_look_keeps_no_tensors() -> None:
+    """What a step had when it was looked at goes with the step, without the collector."""
+    looked, going_on, kept = threading.Event(), threading.Event(), []
+
+    def step() -> None:
+        value = torch.zeros(1)
+        kept.append(weakref.ref(value))
+        with waiting.watched(Running(file=__file__, waits=lambda line: None)):
+            looked.set()
+            going_on.wait(10)
+
+    gc.disable()
+    try:
+        thread = threading.Thread(target=step)
+        thread.start()
+        looked.wait(10)
+        waiting._look()
+        going_on.set()
+        thread.join()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
