@@ -3,9 +3,9 @@
 make bench-predict
 make bench-predict ARGS="--only steps --json results.json"
 
-A profile is made of the chunks of some configurations; others, held out, are then predicted and
-measured on two gloo ranks that really compute. A step is forward, backward and communication:
-clipping and the optimizer come after it. The machine must be idle.
+A profile is made of the chunks of some configurations; others, held out, are predicted from it and
+measured on two gloo ranks that really compute, in turn with the chunks. A step is forward, backward
+and communication: clipping and the optimizer come after it. The machine must be idle.
 """
 
 import functools
@@ -18,13 +18,22 @@ import click
 import torch
 import torch.distributed as dist
 from torch import nn
+from tqdm import trange
 
 import piper_dynamo as piper
 from benchmarks import command
 from benchmarks.paired import TOLERANCE, seconds
 from benchmarks.report import Row
-from piper_dynamo.predict.measuring import measure
+from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.predict.measuring import (
+    machine,
+    measurable,
+    measure_pair,
+    ratios,
+    slowdown_of,
+)
 from piper_dynamo.predict.profile import Profile
+from piper_dynamo.runtime.launch import rank
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.model import build
 
@@ -55,7 +64,7 @@ HELD_OUT = (
 )
 BAR_ERROR, BAR_RANKED = 0.10, 9
 BAR_WINNER = 1.05
-WARM, STEPS = 2, 11
+WARM, ROUNDS = 2, 15
 TOP = 10
 
 
@@ -88,42 +97,64 @@ def compiled(
     return run
 
 
-def measured(configs: Sequence[Config]) -> list[float]:
-    """The median time of each configuration's step, on the slowest rank; call it on every rank."""
-    found = []
-    for config in configs:
-        batch = batch_of(config.batch // config.dp, config.seq)
-        run = compiled(build(config), config.strategy(), batch)
-        found.append(statistics.median(seconds(run, dist.barrier) for _ in range(STEPS)))
-    return found
+def held_out_and_profile() -> tuple[list[float], dict[str, Any]]:
+    """What each held-out configuration's step takes the slowest rank, and the profile's fields.
+
+    In turn, and the medians: the speed of a machine drifts, and what is predicted from the one is
+    compared with the other. Call it on every rank.
+    """
+    fields = measure_pair()
+    runs = [step_of(config) for config in HELD_OUT]
+    chunks = measurable(fitted(), "aten") if rank() == 0 else []
+    took: list[list[float]] = []
+    alone: list[list[float]] = []
+    shared: list[list[float]] = []
+    for _ in trange(ROUNDS, desc="rounds", leave=False, disable=None if rank() == 0 else True):
+        took.append([seconds(run, dist.barrier) for run in runs])
+        shared.append(ratios())
+        alone.append([chunk.once() for chunk in chunks])
+    medians = [statistics.median(column) for column in zip(*alone, strict=True)]
+    times = tuple(chunk.time(median) for chunk, median in zip(chunks, medians, strict=True))
+    fields |= {"chunks": times, "slowdown": slowdown_of(shared)}
+    return [statistics.median(column) for column in zip(*took, strict=True)], fields
+
+
+def step_of(config: Config) -> Callable[[], None]:
+    """A step of a configuration on this rank."""
+    batch = batch_of(config.batch // config.dp, config.seq)
+    return compiled(build(config), config.strategy(), batch)
+
+
+def fitted() -> dict[str, Chunk]:
+    """The chunks that are measured, none of which a held-out configuration has; by key."""
+    held_out = {c.key for config in HELD_OUT for c in planned(config).chunks.values()}
+    chunks = {c.key: c for config in FITTED for c in planned(config).chunks.values()}
+    return {key: chunk for key, chunk in chunks.items() if key not in held_out}
 
 
 def measured_in_turn(strategies: Sequence[tuple[str, int]]) -> list[float]:
-    """The same of strategies, as JSON and with a replica's rows, a step of each at a time."""
+    """A step of each strategy, as JSON and with a replica's rows, on the slowest rank."""
     runs = [
         compiled(build(ALONE, 0), piper.Strategy.from_json(text), batch_of(rows, ALONE.seq))
         for text, rows in strategies
     ]
-    rounds = [[seconds(run, dist.barrier) for run in runs] for _ in range(STEPS)]
+    rounds = [[seconds(run, dist.barrier) for run in runs] for _ in range(ROUNDS)]
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
 @functools.cache
-def profile() -> Profile:
-    """The machine's profile, of chunks that no held-out configuration has."""
-    held_out = {c.key for config in HELD_OUT for c in planned(config).chunks.values()}
-    chunks = {c.key: c for config in FITTED for c in planned(config).chunks.values()}
-    chunks = {key: chunk for key, chunk in chunks.items() if key not in held_out}
-    found = measure(chunks, compile="aten", ranks=RANKS)
+def measured() -> tuple[Profile, list[float]]:
+    """The machine's profile, and what the held-out configurations took."""
+    took, fields = piper.launch(held_out_and_profile, RANKS)[0]
+    found = Profile(machine=machine(), compile="aten", **fields)
     click.echo(str(found))
-    return found
+    return found, took
 
 
 def steps() -> Iterator[Row]:
     """Every held-out configuration, then how they are ranked."""
-    machine = profile()
-    predicted = [planned(config).simulate(machine).makespan for config in HELD_OUT]
-    took: list[float] = piper.launch(functools.partial(measured, HELD_OUT), RANKS)[0]
+    profile, took = measured()
+    predicted = [planned(config).simulate(profile).makespan for config in HELD_OUT]
     for config, guess, real in zip(HELD_OUT, predicted, took, strict=True):
         error = guess / real - 1
         yield Row(
@@ -167,7 +198,7 @@ def winner() -> Iterator[Row]:
     """The search's best ten, measured in turn, and the first of them beside the fastest."""
     rows = JOB.batch
     batch = batch_of(rows, ALONE.seq)
-    found = piper.search(build(ALONE, 0), batch, RANKS, costs=profile(), top=TOP)
+    found = piper.search(build(ALONE, 0), batch, RANKS, costs=measured()[0], top=TOP)
     click.echo(str(found))
     asked = [(one.strategy.to_json(), rows // one.choice.dp) for one in found.best]
     took: list[float] = piper.launch(functools.partial(measured_in_turn, asked), RANKS)[0]

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,26 @@ ROUNDS = 15
 SHOW_AFTER_S = 2.0
 
 
-def measure_chunks(chunks: Mapping[str, Chunk], mode: str) -> tuple[ChunkTime, ...]:
-    """What each distinct chunk takes in this process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A distinct chunk that is being measured.
+
+    Attributes:
+        chunk: What is measured.
+        once: A call of it; how long it took, in seconds.
+    """
+
+    chunk: Chunk
+    once: Callable[[], float]
+
+    def time(self, seconds: float) -> ChunkTime:
+        """What the profile says of it."""
+        features = features_of(self.chunk)
+        return ChunkTime(key=self.chunk.key, seconds=seconds, features=features)
+
+
+def measurable(chunks: Mapping[str, Chunk], mode: str) -> list[Measured]:
+    """The distinct chunks, compiled and called until they are warm.
 
     Chunks whose number of rows depends on values (experts) are left out: the profile's rates say
     what these take.
@@ -67,20 +86,38 @@ def measure_chunks(chunks: Mapping[str, Chunk], mode: str) -> tuple[ChunkTime, .
     }
     found = []
     for key, chunk in tqdm(
-        distinct.items(), "chunks", leave=False, delay=SHOW_AFTER_S, disable=None
+        distinct.items(), "compiling chunks", leave=False, delay=SHOW_AFTER_S, disable=None
     ):
         function = compile_chunks({key: chunk}, mode)[key]
-        took = _chunk_seconds(chunk, function)
-        found.append(ChunkTime(key=key, seconds=took, features=features_of(chunk)))
+        one = Measured(chunk=chunk, once=functools.partial(_once, chunk, function))
+        for _ in range(WARM):
+            one.once()
+        found.append(one)
+    return found
+
+
+def measure_chunks(chunks: Mapping[str, Chunk], mode: str) -> tuple[ChunkTime, ...]:
+    """What each distinct chunk takes in this process: the median of its calls.
+
+    Args:
+        chunks: By name.
+        mode: How they run, "aten" or "inductor".
+    """
+    found = []
+    for one in tqdm(
+        measurable(chunks, mode), "chunks", leave=False, delay=SHOW_AFTER_S, disable=None
+    ):
+        took: list[float] = []
+        while len(took) < LEAST_RUNS or (sum(took) < ENOUGH_S and len(took) < MOST_RUNS):
+            took.append(one.once())
+        found.append(one.time(statistics.median(took)))
     return tuple(found)
 
 
-def _chunk_seconds(chunk: Chunk, function: Callable[[list[Any]], Any]) -> float:
-    """The median time of a call; each has inputs of its own, since a chunk may write over them."""
+def _once(chunk: Chunk, function: Callable[[list[Any]], Any]) -> float:
+    """The time of a call; each has inputs of its own, since a chunk may write over them."""
     numbers = [node.meta.get("val") for node in chunk.graph.find_nodes(op="placeholder")]
-    torch.manual_seed(0)
-
-    def once() -> float:
+    with torch.no_grad():
         given = [
             _filled(spec) if spec is not None else number
             for spec, number in zip(chunk.inputs, numbers, strict=True)
@@ -88,14 +125,6 @@ def _chunk_seconds(chunk: Chunk, function: Callable[[list[Any]], Any]) -> float:
         start = time.perf_counter()
         function(given)
         return time.perf_counter() - start
-
-    with torch.no_grad():
-        for _ in range(WARM):
-            once()
-        took: list[float] = []
-        while len(took) < LEAST_RUNS or (sum(took) < ENOUGH_S and len(took) < MOST_RUNS):
-            took.append(once())
-    return statistics.median(took)
 
 
 def _filled(spec: TensorSpec) -> torch.Tensor:
@@ -116,14 +145,15 @@ def measure_ranks(ranks: int) -> dict[str, Any]:
     Returns:
         Fields of a profile.
     """
-    pair: dict[str, Any] = launch(_measure_pair, 2)[0]
+    pair: dict[str, Any] = launch(measure_pair, 2)[0]
     if ranks == 1:
         return pair
     slowdown: tuple[float, ...] = launch(_slowdown, ranks)[0]
     return pair | {"slowdown": slowdown}
 
 
-def _measure_pair() -> dict[str, Any]:
+def measure_pair() -> dict[str, Any]:
+    """Links and host, as fields of a profile; both of two ranks call it."""
     links, host = _links(), _host()
     return links | {"call": host.pop("call"), "host": host.pop("host") | links["host"]}
 
@@ -220,18 +250,25 @@ def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, floa
 
 
 def _slowdown() -> tuple[float, ...]:
-    """How much longer rank 0 takes while 1, 2, ... ranks work, beside alone.
+    """How much longer rank 0 takes while 1, 2, ... ranks work, beside alone."""
+    return slowdown_of([ratios() for _ in range(ROUNDS)])
 
-    Alone and together in turn, and the median of the ratios: what else the machine does in between
-    slows one round, and not one side.
+
+def slowdown_of(rounds: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """A profile's slowdown from `ratios` of some rounds."""
+    found = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return (1.0, *(max(ratio, 1.0) for ratio in found))
+
+
+def ratios() -> list[float]:
+    """How much longer rank 0 takes while 2, 3, ... ranks work, beside alone; on every rank.
+
+    Alone and together one after the other: what else the machine does in between slows one round,
+    and not one side.
     """
-    ratios: dict[int, list[float]] = defaultdict(list)
-    for _ in range(ROUNDS):
-        alone = _work_of(1)
-        for count in range(2, world_size() + 1):
-            together = _work_of(count)  # on every rank: it begins with a barrier
-            ratios[count].append(together / alone if alone else 1.0)
-    return (1.0, *(max(statistics.median(found), 1.0) for found in ratios.values()))
+    alone = _work_of(1)
+    together = [_work_of(count) for count in range(2, world_size() + 1)]  # begins with a barrier
+    return [each / alone if alone else 1.0 for each in together]
 
 
 def _work_of(count: int) -> float:
