@@ -25,6 +25,7 @@ NAME = "piperbench"
 CLONE_NEWNET = 0x40000000  # sched.h
 PORT = 29511
 BURST = "64kb"  # smaller messages pass at once
+LEAST_BURST = "2kb"  # a packet must fit in
 LIMIT = "64mb"  # what may wait in the bucket's queue: no message is dropped
 
 
@@ -75,11 +76,35 @@ class Links:
             _ip("-n", space, "addr", "add", f"{_address(rank)}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", space, "link", "set", "eth0", "up")
-            shape = ("root", "tbf", "rate", f"{self.mbit}mbit", "burst", BURST, "limit", LIMIT)
-            _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", *shape)
+            self._shape("add", rank, f"{self.mbit}mbit", BURST)
 
     def __exit__(self, *_: object) -> None:
         _remove()
+
+    def address(self, rank: int) -> str:
+        """Where that rank's host is reached."""
+        return _address(rank)
+
+    def cut(self, rank: int) -> None:
+        """Nothing reaches that host any more, nor leaves it; nobody is told."""
+        _ip("link", "set", _outside(rank), "down")
+
+    def mend(self, rank: int) -> None:
+        """Undo `cut` and `slow`."""
+        _ip("link", "set", _outside(rank), "up")
+        self._shape("change", rank, f"{self.mbit}mbit", BURST)
+
+    def slow(self, rank: int, kbit: float) -> None:
+        """What that host sends is slow from now on, also the smallest message."""
+        self._shape("change", rank, f"{kbit}kbit", LEAST_BURST)
+
+    def _shape(self, verb: str, rank: int, rate: str, burst: str) -> None:
+        shape = ("root", "tbf", "rate", rate, "burst", burst, "limit", LIMIT)
+        _call("tc", "-n", f"{NAME}{rank}", "qdisc", verb, "dev", "eth0", *shape)
+
+    def enter(self, rank: int) -> None:
+        """Let this thread, and those that it starts, live on that rank's host."""
+        _enter(f"{NAME}{rank}")
 
     def run(self, fn: Callable[[], Any]) -> list[Any]:
         """What `fn()` returns on each rank, called with the process group (gloo) ready."""

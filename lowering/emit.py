@@ -61,6 +61,8 @@ def emit(
         written = _probed_lines(instr, index) if index in watch.probed else _lines(instr, specs)
         if watch.named and (instr.op in COLLECTIVES or instr.op in (Op.POST, Op.SEND)):
             written = [f"rt.about({instr.task!r})", *written]
+        if index in watch.faults:
+            written = [f"rt.fail({index})", *written, *_spoiling(instr, index)]
         if index in watch.stops:
             written = [f"breakpoint()  # before {instr.task}", *written]
         if seconds and instr.op is Op.RUN:
@@ -143,6 +145,12 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
             likes = ", ".join(_spec_name(spec, specs) for spec in instr.specs)
             values, group = ", ".join(ins), instr.communicator
             return [f"{outs[0]} = rt.{instr.op}([{values}], {group}, [{likes}])  # {instr.task}"]
+
+
+def _spoiling(instr: Instr, index: int) -> list[str]:
+    """What a task has made, as it is after a fault on purpose."""
+    made = [reg for reg in instr.outputs if reg != "_"] if instr.op is Op.RUN else []
+    return [f"{_targets(made)} = rt.spoiled({index}, [{', '.join(made)}])"] if made else []
 
 
 def _probed_lines(instr: Instr, index: int) -> list[str]:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from piper_dynamo.directives import Order
 from piper_dynamo.errors import PiperError, PiperStrategyError, PiperSyntaxError, join_faults
+from piper_dynamo.files import read_text
 from piper_dynamo.filters import Filter
 from piper_dynamo.values import is_whole, shown
 
@@ -125,7 +126,7 @@ def _text(source: str | Path) -> str:
     if isinstance(source, str) and not source.endswith(".csv"):
         return source
     try:
-        return Path(source).read_text(encoding="utf-8")
+        return read_text(Path(source))
     except (OSError, UnicodeDecodeError) as error:
         raise PiperError(f"the table of actions {source} cannot be read: {error}") from error
 

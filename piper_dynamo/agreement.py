@@ -20,6 +20,7 @@ from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.pending import InitFn, fill, identity, source_of
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.waiting import At, expecting
 from piper_dynamo.sharding import digest
 
 
@@ -66,13 +67,15 @@ def agree(plan: Plan, mine: str, comm: Communicator, values: Sequence[Any], *, k
     silent = compare(plan, mine, comm, number, deadline)
     if silent:
         waited = f" within {comm.timeout_s:g} s" if comm.timeout_s < float("inf") else ""
-        raise PiperTimeoutError(
-            format_error(
-                f"not all ranks started the step{waited}",
-                {"missing": "\n".join(f"rank {r} did not start this step" for r in silent)},
-                hint="every rank must call the step; look for the first failed rank",
-            )
-        )
+        text = f"waits for all ranks to start step {number + 1}"
+        report = comm.ask(At(text=text, peers=tuple(silent), seconds=comm.timeout_s))
+        told = {
+            "missing": "\n".join(f"rank {r} did not start this step" for r in silent),
+            "hint": "every rank must call the step; look for the first failed rank",
+            **report.rows,
+        }
+        title = f"not all ranks started the step{waited}"
+        raise report.marks(PiperTimeoutError(format_error(title, told)))
     return number
 
 
@@ -107,7 +110,8 @@ def compare(plan: Plan, mine: str, comm: Communicator, number: int, deadline: fl
     given: dict[int, str] = {}
     for rank in range(comm.world_size):
         remaining = max(deadline - time.monotonic(), 0.0)
-        text = comm.lookup(step_key(number, rank), f"{number} ", remaining)
+        with expecting(f"waits for rank {rank} to start step {number + 1}", rank):
+            text = comm.lookup(step_key(number, rank), f"{number} ", remaining)
         if text is None:
             silent.append(rank)
             continue
@@ -188,15 +192,19 @@ def check_copies(
     others: list[str] = []
     found: dict[int, dict[str, str]] = {}
     for rank in ranks:
-        other = comm.lookup(_key("copies", number, rank), f"{number} ", comm.timeout_s)
+        text = f"waits for rank {rank} to prepare the step"
+        with expecting(text, rank):
+            other = comm.lookup(_key("copies", number, rank), f"{number} ", comm.timeout_s)
         if other is None:
-            raise PiperTimeoutError(
-                format_error(
-                    f"rank {rank} did not prepare the step within {comm.timeout_s:g} s",
-                    {"this rank": comm.rank, "ranks that share parameters with it": ranks},
-                    hint="every rank must call the same step; look for the first failed rank",
-                )
-            )
+            report = comm.ask(At(text=text, peers=(rank,), seconds=comm.timeout_s))
+            told = {
+                "this rank": comm.rank,
+                "ranks that share parameters with it": ranks,
+                "hint": "every rank must call the same step; look for the first failed rank",
+                **report.rows,
+            }
+            title = f"rank {rank} did not prepare the step within {comm.timeout_s:g} s"
+            raise report.marks(PiperTimeoutError(format_error(title, told)))
         program, theirs, values, what = json.loads(other.partition(" ")[2])
         if program != plan.fingerprint():
             others.append(f"rank {rank}: {what}")

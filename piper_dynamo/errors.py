@@ -8,7 +8,17 @@ from collections.abc import Mapping
 
 
 class PiperError(Exception):
-    """Base of every error raised on purpose by Piper."""
+    """Base of every error raised on purpose by Piper.
+
+    Attributes:
+        where: The user's `file:line`, where the text is not the place to look for it.
+        is_echo: Whether it only follows from another rank's failure.
+        blames: The rank that was waited for in vain, if that is known; else -1.
+    """
+
+    where = ""
+    is_echo = False
+    blames = -1
 
 
 class PiperStrategyError(PiperError, ValueError):
@@ -28,7 +38,14 @@ class PiperRuntimeError(PiperError):
 
 
 class PiperTimeoutError(PiperRuntimeError):
-    """A wait ran past its deadline; names what was waited for and from which rank."""
+    """A wait ran past its deadline; names what was waited for and from which rank.
+
+    Attributes:
+        is_cut_off: Whether the other ranks could not be asked either.
+    """
+
+    is_echo = True
+    is_cut_off = False
 
 
 class PiperAbsentError(PiperError):

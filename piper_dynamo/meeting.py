@@ -2,23 +2,26 @@
 
 A *meeting* is one such call. It has *rounds*: every rank does its part, rank 0 joins the parts, and
 all get what it made of them, or the same error. Ranks speak through the key-value store and not by
-collectives: a collective that one rank does not call hangs, and two threads cannot share one.
+collectives: a collective that one rank does not call hangs, and two threads cannot share one. What
+they say is JSON (`wire.py`): no rank runs what another sends.
 """
 
-import base64
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from piper_dynamo import wire
 from piper_dynamo.agreement import step_key
 from piper_dynamo.errors import PiperError, PiperRuntimeError, PiperTimeoutError, format_error
+from piper_dynamo.runtime.alarm import Report
 from piper_dynamo.runtime.comm import Communicator, ended
+from piper_dynamo.runtime.waiting import At, expecting
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 FOREGROUND, BACKGROUND = "meeting", "saving"
+LATE = "did not call it"
 SHORT_S = 1.0  # what others may take once one rank is known to be missing
 # How often a rank looks for what another says; beside steps it must cost them nothing.
 POLL_S = {FOREGROUND: 0.002, BACKGROUND: 0.05}
@@ -33,12 +36,11 @@ class _Message:
     fault: str | None = None
 
     def pack(self) -> str:
-        # Between the ranks of one job, as torch's own collectives of objects do it.
-        return base64.b85encode(pickle.dumps((self.what, self.value, self.fault))).decode()
+        return wire.dump([self.what, self.value, self.fault])
 
     @classmethod
     def unpack(cls, text: str) -> "_Message":
-        what, value, fault = pickle.loads(base64.b85decode(text))
+        what, value, fault = wire.load(text)
         return cls(what=what, value=value, fault=fault)
 
 
@@ -79,11 +81,13 @@ class Meeting:
         cause: Exception | None = None
         try:
             mine = _Message(what=self.what, value=part())
+            text = mine.pack() if comm.rank > 0 else ""
         except Exception as error:  # told to all ranks, and raised below
             cause = error
             mine = _Message(what=self.what, fault=_text(error))
+            text = mine.pack()
         if comm.world_size > 1:
-            comm.publish(f"{self._slot}/{comm.rank}", self._tag + mine.pack())
+            comm.publish(f"{self._slot}/{comm.rank}", self._tag + text)
         if comm.rank == 0:
             result: R = self._join(mine, join, cause)
             return result
@@ -111,17 +115,17 @@ class Meeting:
                 missing[rank] = message
             else:
                 found[rank] = message
+        text = ""
         error: Exception | None = self._fault(found, missing)
         if error is None:
             try:
                 result = join([found[rank].value for rank in range(comm.world_size)])
+                text = _Message(what=self.what, value=result).pack() if comm.world_size > 1 else ""
             except Exception as failure:  # told to all ranks, and raised below
                 cause, error = failure, PiperRuntimeError(_text(failure))
         if comm.world_size > 1:
-            answer = _Message(what=self.what, fault=str(error))
-            if error is None:
-                answer = _Message(what=self.what, value=result)
-            comm.publish(f"{self._slot}/result", self._tag + answer.pack())
+            text = _Message(what=self.what, fault=str(error)).pack() if error is not None else text
+            comm.publish(f"{self._slot}/result", self._tag + text)
         if error is not None:
             raise error from cause
         return result
@@ -135,14 +139,15 @@ class Meeting:
             wanted.append((step_key(comm.steps, rank), f"{comm.steps} "))
         wanted.append(ended(rank, comm.job))
         limit = comm.timeout_s if timeout_s is None else timeout_s
-        found = comm.lookup_any(wanted, limit, POLL_S[self._slot])
+        with expecting(f"waits for rank {rank} in {self.what}", rank):
+            found = comm.lookup_any(wanted, limit, POLL_S[self._slot])
         # It may have spoken, and gone on, between two looks.
         text = comm.lookup(key, self._tag, 0.0)
         if text is not None:
             return _Message.unpack(text.removeprefix(self._tag))
         if found is None:
             waited = f" within {limit:g} s" if limit < float("inf") else ""
-            return f"did not call it{waited}"
+            return f"{LATE}{waited}"
         is_over = found[0] == len(wanted) - 1
         return "has ended without calling it" if is_over else "went on to its next step"
 
@@ -165,13 +170,44 @@ class Meeting:
 
     def _missing(self, missing: Mapping[int, str]) -> PiperTimeoutError:
         ranks = ", ".join(map(str, missing))
-        return PiperTimeoutError(
-            format_error(
-                f"{self.what} is a call of all ranks together, and rank {ranks} did not make it",
-                {f"rank {rank}": why for rank, why in missing.items()},
-                hint="call it on every rank, not inside `if rank == 0`; every rank writes its part",
-            )
+        told = {f"rank {rank}": why for rank, why in missing.items()}
+        told["hint"] = (
+            "call it on every rank, not inside `if rank == 0`; every rank writes its part"
         )
+        late = tuple(rank for rank, why in missing.items() if why.startswith(LATE))
+        report = Report()
+        if late:
+            place = At(text=f"waits in {self.what}", peers=late, seconds=self.comm.timeout_s)
+            report = self.comm.ask(place)
+            told["now"] = "\n".join(f"{who}: {what}" for who, what in report.rows.items())
+        title = f"{self.what} is a call of all ranks together, and rank {ranks} did not make it"
+        return report.marks(PiperTimeoutError(format_error(title, told)))
+
+
+def gathered(comm: Communicator, what: str, value: T) -> list[T] | None:
+    """Every rank's value on rank 0, None on the others; every rank calls it.
+
+    Args:
+        comm: The way to the others.
+        what: Names the call.
+        value: Of what `wire.py` writes.
+
+    Raises:
+        PiperRuntimeError: A rank does not come, or has something else to say.
+    """
+    found: list[T] = []
+    Meeting(comm, what).together(lambda: value, found.extend)
+    return found if comm.rank == 0 else None
+
+
+def spread(comm: Communicator, what: str, value: T) -> T:
+    """Rank 0's value on every rank; every rank calls it, with what `wire.py` writes.
+
+    Raises:
+        PiperRuntimeError: A rank does not come.
+    """
+    mine = value if comm.rank == 0 else None
+    return Meeting(comm, what).together(lambda: mine, lambda parts: parts[0])  # type: ignore[return-value]
 
 
 def _text(error: Exception) -> str:

@@ -145,9 +145,10 @@ class CompiledStep(CapturedStep):
         state.refuse_empty()
         try:
             return self._run(entry, state, values)
-        except PiperTimeoutError:
+        except PiperTimeoutError as error:
             # A rank with another program waits elsewhere: say that, not where this one waits.
-            compare(entry.plan, entry.announcement, comm, number, time.monotonic())
+            if not error.is_cut_off:
+                compare(entry.plan, entry.announcement, comm, number, time.monotonic())
             raise
         finally:
             if is_first:

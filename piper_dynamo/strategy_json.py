@@ -31,6 +31,7 @@ from piper_dynamo.directives import (
     Split,
 )
 from piper_dynamo.errors import PiperStrategyError, PiperSyntaxError
+from piper_dynamo.files import MOST_BYTES, check_size
 from piper_dynamo.filters import Filter
 from piper_dynamo.mesh import Mesh
 from piper_dynamo.values import shown
@@ -121,8 +122,9 @@ def load(text: str) -> Parts:
         PiperStrategyError: A directive is not allowed, or there is nothing like it here.
     """
     try:
+        check_size(len(text), MOST_BYTES, "the text of a strategy")
         data = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
-    except (json.JSONDecodeError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise PiperSyntaxError(f"not a strategy: the text is not JSON: {error}") from error
     if isinstance(data, list):
         return Parts(_load_published(data))

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import wire
 from piper_dynamo.access import module_of
 from piper_dynamo.checkpoint.job import free_communicator
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.files import read_text
 from piper_dynamo.meeting import Meeting
 from piper_dynamo.pending import fill, source_of
 from piper_dynamo.state import record_of
@@ -33,6 +35,9 @@ class Loaded(NamedTuple):
 
     missing: list[str]
     unexpected: list[str]
+
+
+wire.records(Loaded)
 
 
 class Tensors(Protocol):
@@ -278,7 +283,7 @@ def _open_safe(path: Path, stack: ExitStack) -> Any:
 def _indexed(path: Path, stack: ExitStack) -> Tensors:
     """Several safetensors files with an index of which holds what."""
     try:
-        where: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        where: dict[str, str] = dict(json.loads(read_text(path))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise PiperError(
             f"{str(path)!r} is no index of safetensors files: it has no weight_map"

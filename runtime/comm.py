@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,14 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import blocks
-from piper_dynamo.errors import PiperTimeoutError
+from piper_dynamo.errors import PiperTimeoutError, format_error
 from piper_dynamo.ir.program import EXCHANGES, Group, Op, copy_groups
+from piper_dynamo.runtime import waiting
+from piper_dynamo.runtime.alarm import Alarm, Report
 from piper_dynamo.runtime.exchange import pack
+from piper_dynamo.runtime.faults import damaged
+from piper_dynamo.runtime.store import Store
+from piper_dynamo.runtime.waiting import At
 
 POLL_S = 0.002
 STATE = "state"  # the stream of what is said about parameters outside of programs
@@ -72,6 +77,7 @@ class Communicator(Protocol):
         saving: The save that still runs in the background, if there is one.
         programs: This rank's compiled programs.
         is_checked: Whether messages are announced and compared (`headers.py`).
+        is_inside: Whether the ranks are threads of one process.
     """
 
     rank: int
@@ -84,6 +90,7 @@ class Communicator(Protocol):
     saving: Any
     programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]
     is_checked: bool
+    is_inside: bool
 
     def about(self, task: str) -> None:
         """Where messages are compared: what is sent, received or started next is of this task."""
@@ -99,6 +106,9 @@ class Communicator(Protocol):
 
     def drain(self, target: int, message: int) -> None:
         """Wait until a sent value has left."""
+
+    def damage_next(self) -> None:
+        """Change a bit of the next message, on purpose (`faults.py`)."""
 
     def start_collective(
         self, op: Op, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
@@ -132,6 +142,12 @@ class Communicator(Protocol):
         Where waiting is looking again and again, that is every `poll_s`.
         """
 
+    def ask(self, mine: At) -> Report:
+        """What all ranks are at, for one whose wait has run out."""
+
+    def explain_loss(self, mine: At) -> Report:
+        """The same for one whose connection to another broke, if others know why."""
+
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """A DeviceMesh over the ranks that hold one parameter: rows are its copies."""
 
@@ -146,6 +162,7 @@ class TorchCommunicator:
     """torch.distributed's default process group (gloo on CPU)."""
 
     is_checked = False
+    is_inside = False
     _jobs = itertools.count()
 
     def __init__(self, timeout_s: float) -> None:
@@ -159,11 +176,16 @@ class TorchCommunicator:
         self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self.group = dist.group.WORLD
-        self._store = compat.default_store()
+        self.store = Store(compat.default_store())
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+        self._isend: Callable[..., Any] = dist.isend
         self._groups: dict[Group, Any] = {}
         self._meshes: dict[Any, Any] = {}
         self._pairwise: Counter[Group] = Counter()  # collectives made of messages, so far
+        self._alarm = Alarm(self.store, self.job, self.rank, self.world_size)
+        # Also at the end of Python: a thread inside of the store's code would end it by a signal.
+        self.close = finalize(self, self._alarm.close)
+        waiting.watch(self)
 
     def about(self, task: str) -> None:
         """See `Communicator`."""
@@ -194,13 +216,23 @@ class TorchCommunicator:
     def send(self, value: Tensor, target: int, message: int) -> None:
         """See `Communicator`."""
         # The Work must be kept: dropping it loses the message.
-        work = dist.isend(value, target, tag=message)
+        work = self._isend(value, target, tag=message)
         self._sending[target, message] = work, value
 
     def drain(self, target: int, message: int) -> None:
         """See `Communicator`."""
         work, _ = self._sending.pop((target, message))
         self._finish(work)
+
+    def damage_next(self) -> None:
+        """See `Communicator`."""
+
+        def once(value: Tensor, target: int, tag: int) -> Any:
+            self._isend = dist.isend
+            self._damaged = damaged(value)  # must stay until it has left
+            return dist.isend(self._damaged, target, tag=tag)
+
+        self._isend = once
 
     def start_collective(
         self, op: Op, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
@@ -287,12 +319,30 @@ class TorchCommunicator:
     def reduce_now(self, value: Tensor) -> Tensor:
         """See `Communicator`."""
         result = value.clone()
-        self._finish(dist.all_reduce(result, async_op=True))
+        others = tuple(rank for rank in range(self.world_size) if rank != self.rank)
+        text = "waits for all ranks to add up a value beside a step"
+        with waiting.expecting(text, *others):
+            try:
+                self._finish(dist.all_reduce(result, async_op=True))
+            except PiperTimeoutError as error:
+                report = self.ask(At(text=text, peers=others, seconds=self.timeout_s))
+                title = f"rank {self.rank} has waited {self.timeout_s:g} s for all ranks to add up"
+                hint = "call the same on every rank, in one order"
+                made = PiperTimeoutError(format_error(title, {"hint": hint, **report.rows}))
+                raise report.marks(made) from error
         return result
+
+    def ask(self, mine: At) -> Report:
+        """See `Communicator`."""
+        return self._alarm.ask(mine)
+
+    def explain_loss(self, mine: At) -> Report:
+        """See `Communicator`."""
+        return self._alarm.explain_loss(mine)
 
     def publish(self, key: str, text: str) -> None:
         """See `Communicator`."""
-        self._store.set(f"piper/{key}", text)
+        self.store.set(key, text)
 
     def lookup(self, key: str, start: str, timeout_s: float) -> str | None:
         """See `Communicator`."""
@@ -306,10 +356,9 @@ class TorchCommunicator:
         deadline = time.monotonic() + timeout_s
         while True:
             for index, (key, start) in enumerate(wanted):
-                if self._store.check([f"piper/{key}"]):
-                    text = bytes(self._store.get(f"piper/{key}")).decode()
-                    if text.startswith(start):
-                        return index, text
+                text = self.store.get(key)
+                if text is not None and text.startswith(start):
+                    return index, text
             if time.monotonic() >= deadline:
                 return None
             time.sleep(poll_s)

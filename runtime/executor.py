@@ -38,7 +38,9 @@ from piper_dynamo.ir.program import (
     mix_seed,
 )
 from piper_dynamo.runtime.comm import Communicator
-from piper_dynamo.runtime.waiting import Running, watched
+from piper_dynamo.runtime.failure import is_lost
+from piper_dynamo.runtime.faults import Fault, faults_of, happen, place_of, spoiled
+from piper_dynamo.runtime.waiting import At, Place, Running, watched
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
 SLEEP_MARGIN_S = 0.0002
@@ -142,6 +144,7 @@ class Runtime:
         self.marks: list[tuple[int, float]] = []
         self.looks: list[tuple[int, int, Tensor]] = []
         self.probe: Probe | None = None
+        self.faults: dict[int, Fault] = {}
         self._finish_s = 0.0
         self.post = comm.post
         self.wait = comm.wait
@@ -210,6 +213,14 @@ class Runtime:
             if value is not None and value.numel() and not _is_exact(value):
                 self.looks.append((index, slot, torch.isfinite(value).all()))
 
+    def fail(self, index: int) -> None:
+        """Before instruction `index`: what is to fail on purpose there."""
+        happen(self.faults[index], self._comm)
+
+    def spoiled(self, index: int, values: Sequence[Any]) -> list[Any]:
+        """After it: its results, which a fault on purpose may change."""
+        return spoiled(self.faults[index], values)
+
     def mark(self, index: int) -> None:
         """Instruction `index` has been issued (and, if it waits, has finished)."""
         self.marks.append((index, time.perf_counter()))
@@ -246,16 +257,14 @@ class Executor:
         self._runtime = Runtime(comm)
         self._chunks = {name: call_chunk(chunk) for name, chunk in chunks.items()}
         self._steps = {UNWATCHED: self._load(UNWATCHED)}
+        self._faults = faults_of(program.rank, program.world_size)
         self._random = any(i.seed is not None for i in program.instrs)
 
     def _load(self, watch: Watch) -> Callable[..., Any]:
         code = self._emit(watch)
 
-        def waits(line: int) -> str | None:
-            instr = self.program.instrs[code.instr_of_line.get(line, 0)]
-            if instr.op not in (Op.WAIT, Op.DRAIN):
-                return None
-            return _waiting_for(self.program.rank, instr)
+        def place(line: int) -> Place:
+            return _place(self.program, code.instr_of_line.get(line, 0))
 
         namespace: dict[str, Any] = {**self._chunks, **code.specs}
         exec(compile(code.source, code.file, "exec"), namespace)
@@ -268,7 +277,7 @@ class Executor:
                     with (
                         torch.no_grad(),
                         compat.no_autocast(),
-                        watched(Running(file=code.file, waits=waits)),
+                        watched(Running(file=code.file, rank=self.comm.rank, place=place)),
                     ):
                         return call(*args)
                 except StopIteration:
@@ -293,28 +302,41 @@ class Executor:
 
     def _explain(self, error: Exception, index: int) -> PiperError:
         instr = self.program.instrs[index]
-        timed_out = isinstance(error, PiperTimeoutError)
-        rank = self.program.rank
-        task = instr.task or instr.op
+        rank, task = self.program.rank, instr.task or instr.op
+        where = _user_line(error.__traceback__) or instr.where
         details = {
-            "where": _user_line(error.__traceback__) or instr.where or "no source line",
+            "where": where or "no source line",
             "instruction": f"{instr.op} {task}",
             "program": around(self.program, index),
         }
-        if timed_out:
-            finite = self.comm.timeout_s != float("inf")
-            waited = f" since {self.comm.timeout_s:g} s" if finite else ", and it cannot come"
-            return PiperTimeoutError(
-                format_error(
-                    _waiting_for(rank, instr) + waited,
-                    {**details, "why": error},
-                    hint="look for the first failed rank; raise timeout_s if steps take that long",
-                )
-            )
+        if isinstance(error, PiperTimeoutError) or is_lost(error):
+            return self._explain_wait(error, index, details)
         cause = f"{type(error).__name__}: {error}"
-        return PiperRuntimeError(
+        made = PiperRuntimeError(
             format_error(f"rank {rank} failed in {task}", {**details, "why": cause})
         )
+        made.where = where
+        return made
+
+    def _explain_wait(
+        self, error: Exception, index: int, details: Mapping[str, str]
+    ) -> PiperTimeoutError:
+        """A wait that ran out, or whose other end is gone; and what the other ranks are at."""
+        rank, comm = self.program.rank, self.comm
+        text, peers = _place(self.program, index)
+        hint = "look for the first failed rank; raise timeout_s if steps take that long"
+        if isinstance(error, PiperTimeoutError):
+            report = comm.ask(At(text=text, peers=peers, seconds=comm.timeout_s))
+            finite = comm.timeout_s != float("inf")
+            waited = f" since {comm.timeout_s:g} s" if finite else ", and it cannot come"
+            title = _waiting_for(rank, self.program.instrs[index]) + waited
+        else:
+            report = comm.explain_loss(At(text=f"{text} and lost the connection", peers=peers))
+            whom = ", ".join(f"rank {peer}" for peer in peers) or "another rank"
+            title = f"rank {rank} lost its connection to {whom}"
+            hint = "look at what that rank said last: its process has ended, or cannot be reached"
+        told = {**details, "why": str(error), "hint": hint, **report.rows}
+        return report.marks(PiperTimeoutError(format_error(title, told)))
 
     def run(
         self,
@@ -351,6 +373,8 @@ class Executor:
             runtime.generators = [torch.default_generator, *map(compat.generator_of, devices)]
         if self.comm.is_checked:
             watch = replace(watch, named=True)
+        if self._faults:
+            watch = self._failing(watch)
         if watch not in self._steps:
             self._steps[watch] = self._load(watch)
         step = self._steps[watch]
@@ -371,6 +395,19 @@ class Executor:
             raise AssertionError("a program pauses once")
 
         return StepResults(loss=None, outputs=outputs, grads=(), buffers=buffers, backward=backward)
+
+    def _failing(self, watch: Watch) -> Watch:
+        """What is looked at in a step, with the faults on purpose that are for it."""
+        faults = self._runtime.faults
+        faults.clear()
+        for fault in self._faults:
+            if fault.step == self.comm.steps:
+                index = place_of(fault, self.program)
+                if index < 0:
+                    happen(fault, self.comm)
+                else:
+                    faults[index] = fault
+        return replace(watch, faults=frozenset(faults)) if faults else watch
 
     def _run_part(self, runtime: Runtime, call: Callable[..., Any], *args: Any) -> Any:
         """Run a program, or the part up to where it waits for gradients or from there on.
@@ -410,6 +447,20 @@ def _waiting_for(rank: int, instr: Instr) -> str:
     if instr.peer >= 0:
         return f"rank {rank} waits for {task} from rank {instr.peer}"
     return f"rank {rank} waits for {task} of all its ranks"
+
+
+def _place(program: RankProgram, index: int) -> Place:
+    """What a rank is at in an instruction, and which ranks it waits for there."""
+    instr, rank = program.instrs[index], program.rank
+    if instr.op not in (Op.WAIT, Op.DRAIN):
+        line = f" ({instr.where})" if instr.where else ""
+        return f"is in {instr.task or instr.op}{line}", ()
+    peers: tuple[int, ...] = (instr.peer,)
+    if instr.peer < 0:
+        (handle,) = instr.inputs
+        started = next(i for i in reversed(program.instrs[:index]) if handle in i.outputs)
+        peers = tuple(other for other in started.group if other != rank)
+    return _waiting_for(rank, instr).removeprefix(f"rank {rank} "), peers
 
 
 _USER_LINE = re.compile(r"# File: (.+?:\d+)\b")  # as torch.fx writes it above the code of a line

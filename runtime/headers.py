@@ -4,12 +4,12 @@ gloo does not tell a message of another shape, dtype or task from the one that i
 is too short leaves old values behind, what is of another dtype is read as if it were not, two
 collectives in another order are mixed, and what is too long ends the process.
 
-Terms: a *header* says what a rank is about to send or to do: task, shape, dtype, and of a
-collective the operation and how many rows go where. Headers go through the key-value store, so
-they cannot be mixed up with what they speak of. A receive or a collective is *started* once its
-headers have been compared. A rank that waits for anything starts whatever has been announced
-meanwhile, so that the order in which ranks wait does not matter: nothing that ends without headers
-waits for ever with them.
+Terms: a *header* says what a rank is about to send or to do: task, shape, dtype, and of a message
+the checksum of its bytes, of a collective the operation and how many rows go where. Headers go
+through the key-value store, so they cannot be mixed up with what they speak of. A receive or a
+collective is *started* once its headers have been compared. A rank that waits for anything starts
+whatever has been announced meanwhile, so that the order in which ranks wait does not matter:
+nothing that ends without headers waits for ever with them.
 
 Signature: as `TorchCommunicator`, slower, with copies of what is sent.
 """
@@ -17,6 +17,7 @@ Signature: as `TorchCommunicator`, slower, with copies of what is sent.
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from piper_dynamo.runtime.exchange import pack
 
 VARIABLE, COMM = "PIPER_DEBUG", "comm"
 OUTSIDE = "no task"
+CHECK = " crc32="
 
 
 def is_asked_for() -> bool:
@@ -55,6 +57,7 @@ class _Announced:
         compare: Raises if that rank's header does not fit.
         start: Starts it; gives TorchCommunicator's handle.
         after: What must be started before; ranks start collectives of a group in one order.
+        check: Of a message: the checksum that its sender told.
         handle: That of the started operation.
     """
 
@@ -62,6 +65,7 @@ class _Announced:
     compare: Callable[[int, str], None]
     start: Callable[[], Any]
     after: "_Announced | None" = None
+    check: str = ""
     handle: Any = None
 
 
@@ -98,7 +102,8 @@ class CheckedCommunicator(TorchCommunicator):
         key = self._key(channel, self._next(channel), source, self.rank)
         want = _of_value(self._task, like)
 
-        def compare(rank: int, text: str) -> None:
+        def compare(rank: int, header: str) -> None:
+            text, _, announced.check = header.partition(CHECK)
             if text != want:
                 raise PiperRuntimeError(
                     format_error(
@@ -109,16 +114,24 @@ class CheckedCommunicator(TorchCommunicator):
                 )
 
         start = super().post
-        return self._announce(
-            _Announced(
-                keys={source: key}, compare=compare, start=lambda: start(source, message, like)
-            )
+        announced = _Announced(
+            keys={source: key}, compare=compare, start=lambda: start(source, message, like)
         )
+        return self._announce(announced)
 
     def wait(self, handle: Any) -> Tensor:
         """See `Communicator`."""
         self._until(handle)
-        return super().wait(handle.handle)
+        value = super().wait(handle.handle)
+        if checksum(value) != handle.check:
+            raise PiperRuntimeError(
+                format_error(
+                    f"rank {self.rank} received other bytes than were sent to it",
+                    {"checksum sent": handle.check, "received": checksum(value)},
+                    hint="memory, a network card or the system between the two ranks is at fault",
+                )
+            )
+        return value
 
     def send(self, value: Tensor, target: int, message: int) -> None:
         """See `Communicator`; a copy is sent, so that changes of the value can be found."""
@@ -126,7 +139,7 @@ class CheckedCommunicator(TorchCommunicator):
         whole = value.is_contiguous()
         channel = (self.rank, target)
         key = self._key(channel, self._next(channel), self.rank, target)
-        self.publish(key, text if whole else f"{text}, strided")
+        self.publish(key, text + CHECK + checksum(value) if whole else f"{text}, strided")
         if not whole:
             raise PiperRuntimeError(
                 format_error(
@@ -249,7 +262,7 @@ class CheckedCommunicator(TorchCommunicator):
             for rank, key in list(announced.keys.items()):
                 text = self.lookup(key, "", 0.0)
                 if text is not None:
-                    self._store.delete_key(f"piper/{key}")
+                    self.store.forget(key)
                     announced.compare(rank, text)
                     del announced.keys[rank]
             is_next = announced.after is None or announced.after.handle is not None
@@ -278,6 +291,14 @@ class CheckedCommunicator(TorchCommunicator):
 def _of_value(task: str, value: Any) -> str:
     """A message's header."""
     return f"{task} {_form(value)}"
+
+
+def checksum(value: Tensor) -> str:
+    """Of a value's bytes."""
+    if not value.numel():
+        return "0"
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{zlib.crc32(data.numpy().data):08x}"
 
 
 def _form(value: Any) -> str:

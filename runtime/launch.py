@@ -43,6 +43,8 @@ def communicator(timeout_s: float) -> Communicator:
     _join_torchrun(timeout_s)
     if dist.is_available() and dist.is_initialized():
         if _torch_comm is None or _torch_comm.group is not dist.group.WORLD:
+            if _torch_comm is not None:
+                _torch_comm.close()
             _torch_comm = (CheckedCommunicator if is_asked_for() else TorchCommunicator)(timeout_s)
         _torch_comm.timeout_s = timeout_s
         return _torch_comm

@@ -18,12 +18,17 @@ from torch import Tensor
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
 from piper_dynamo.ir.program import EXCHANGES, Group, Op
+from piper_dynamo.runtime.alarm import Report
 from piper_dynamo.runtime.comm import ended, with_rows
 from piper_dynamo.runtime.exchange import Parcel, pack
+from piper_dynamo.runtime.faults import damaged
+from piper_dynamo.runtime.waiting import At
 
 
 class PeerFailedError(PiperRuntimeError):
     """Another rank of the process failed first."""
+
+    is_echo = True
 
 
 @dataclass(slots=True)
@@ -147,6 +152,7 @@ class LocalCommunicator:
     """One rank of an in-process job; checks shape and dtype of every message."""
 
     is_checked = False
+    is_inside = True
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world = world
@@ -160,6 +166,7 @@ class LocalCommunicator:
         self.saving: Any = None
         self.programs: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
         self._meeting: dict[Group, int] = {}
+        self._damages = False
 
     def about(self, task: str) -> None:
         """See `Communicator`."""
@@ -189,8 +196,14 @@ class LocalCommunicator:
         if not value.is_contiguous():
             raise PiperRuntimeError(f"message {message} to rank {target} is not contiguous")
         key = (self.rank, target, message)
-        self.world.channels.setdefault(key, deque()).append(value.detach().clone())
+        sent = damaged(value) if self._damages else value.detach().clone()
+        self._damages = False
+        self.world.channels.setdefault(key, deque()).append(sent)
         self.world.sent[key] = self.world.sent.get(key, 0) + 1
+
+    def damage_next(self) -> None:
+        """See `Communicator`."""
+        self._damages = True
 
     def drain(self, target: int, message: int) -> None:
         """See `Communicator`."""
@@ -278,6 +291,14 @@ class LocalCommunicator:
                 return None
         found = there()
         return (found[0], store[wanted[found[0]][0]]) if found else None
+
+    def ask(self, mine: At) -> Report:
+        """See `Communicator`; what all wait for is in the error already."""
+        return Report()
+
+    def explain_loss(self, mine: At) -> Report:
+        """See `Communicator`; there are no connections."""
+        return Report()
 
     def mesh(self, groups: Sequence[tuple[int, ...]], device: str) -> Any:
         """See `Communicator`."""

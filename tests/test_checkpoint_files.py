@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import piper_dynamo as piper
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.checkpoint import files
 from tests import jobs
 from tests.resuming import MIXED, Alone
@@ -187,6 +190,48 @@ def test_nothing_that_is_loaded_runs_code(tmp_path: Path, monkeypatch: pytest.Mo
     jobs.mentions(refused(folder), "is damaged", "extra")
     assert not (tmp_path / "owned").exists()
     assert whole
+
+
+def test_an_object_in_a_tensors_place_is_not_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's reader of objects, which torch.distributed.checkpoint calls, unpickles freely."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    start(folder)
+    bomb = pickle.dumps(Evil())
+    (folder / "evil.distcp").write_bytes(bomb)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["rng"] = BytesStorageMetadata()
+    for index in [index for index in metadata.storage_data if index.fqn == "rng"]:
+        del metadata.storage_data[index]
+    index = MetadataIndex("rng")
+    metadata.storage_data[index] = compat.storage_info("evil.distcp", 0, len(bomb))
+    metadata.planner_data["piper"]["checks"]["rng", None] = zlib.crc32(bomb)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    jobs.mentions(refused(folder), "is damaged", "rng is no tensor in it")
+    assert not (tmp_path / "owned").exists()
+    # The control: without that check it runs.
+    monkeypatch.setattr(files.Checkpoint, "refuse_objects", lambda self, items: None)
+    run = Alone.start(MIXED)
+    with pytest.raises(Exception):  # noqa: B017, PT011 (whatever torch makes of what it ran)
+        run.load(folder)
+    assert (tmp_path / "owned").exists()
+
+
+def test_what_is_saved_is_its_owners_alone(tmp_path: Path) -> None:
+    """Whatever the umask lets others do; a folder that was there before stays as it was."""
+    before = os.umask(0)
+    try:
+        start(tmp_path / "new")
+        (tmp_path / "open").mkdir(0o755)
+        start(tmp_path / "open")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755
+    for path in [*(tmp_path / "new").iterdir(), *(tmp_path / "open").iterdir()]:
+        assert path.stat().st_mode & 0o777 == 0o600, path
 
 
 def test_data_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:

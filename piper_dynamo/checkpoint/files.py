@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error, join_faults
+from piper_dynamo.files import private
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -109,7 +110,7 @@ def write(path: Path, items: Iterable[tuple[WriteItem, Any]]) -> list[Written]:
         items: What DCP calls each, and its tensor or bytes.
     """
     found = []
-    with path.open("wb") as file:
+    with open(path, "wb", opener=private) as file:
         for item, value in items:
             start = file.tell()
             sink: Any = _Checked(file)  # torch.save asks for nothing but `write`
@@ -163,7 +164,7 @@ def commit(
     metadata.planner_data = {key: _path(key) for key in metadata.state_dict_metadata}
     metadata.planner_data[OURS] = {"format": FORMAT, "checks": checks}
     temporary = folder / f"{METADATA}.{save}"
-    with temporary.open("wb") as file:
+    with open(temporary, "wb", opener=private) as file:
         pickle.dump(metadata, file)
         file.flush()
         os.fsync(file.fileno())
@@ -332,6 +333,16 @@ class Checkpoint(FileSystemReader):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # of the unpickler, or of a damaged archive
             raise _damaged(self.folder, f"{key}: {error}") from error
+
+    def refuse_objects(self, items: Iterable[ReadItem]) -> None:
+        """What is read into tensors must be tensors: torch's reader unpickles objects freely.
+
+        Raises:
+            PiperError: One is an object.
+        """
+        for item in items:
+            if item.type is not LoadItemType.TENSOR:
+                raise _damaged(self.folder, f"{item.dest_index.fqn} is no tensor in it")
 
     def verify(self, indices: Iterable[MetadataIndex]) -> None:
         """Read these blocks and compare their checksums.

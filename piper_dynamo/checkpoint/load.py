@@ -145,7 +145,9 @@ class _Loading:
         if job.state.scaler.rule is not None and is_saved:
             targets[SCALE] = scale
         planner.set_up_planner(targets, checkpoint.metadata, False)
-        checkpoint.verify(item.storage_index for item in planner.create_local_plan().items)
+        items = planner.create_local_plan().items
+        checkpoint.refuse_objects(items)
+        checkpoint.verify(item.storage_index for item in items)
         return cls(
             job=job,
             checkpoint=checkpoint,

@@ -10,10 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 
+from piper_dynamo import wire
 from piper_dynamo.checkpoint import optimizers as optim
 from piper_dynamo.checkpoint.files import (
     SUFFIX,
@@ -36,9 +48,14 @@ from piper_dynamo.checkpoint.job import (
     refuse_meta,
 )
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
+from piper_dynamo.files import FOLDER_MODE
 from piper_dynamo.meeting import Meeting
 from piper_dynamo.runtime.local import current
 from piper_dynamo.state import Record
+
+# What ranks tell each other of a save.
+wire.records(SavePlan, WriteItem, WriteItemType, BytesIOWriteData, TensorWriteData, MetadataIndex)
+wire.records(ChunkStorageMetadata, TensorProperties, Written)
 
 
 class Saving:
@@ -202,7 +219,7 @@ def _begin(folder: Path, step: Any, opt: Optimizers, scheduler: Any, extra: Any)
         refuse_meta(job)
         if comm.rank == 0:
             packed(extra, "extra")
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         jobs.append(job)
         return _told(job)
 

@@ -299,12 +299,15 @@ class Watch:
         probed: Indices of the RUN instructions whose inputs and outputs a probe is shown.
         stops: Indices of the instructions before which the debugger is entered.
         named: Say of which task each message and collective is (`runtime/headers.py`).
+        faults: Indices of the instructions at which something fails on purpose
+            (`runtime/faults.py`).
     """
 
     timed: bool = False
     probed: frozenset[int] = frozenset()
     stops: frozenset[int] = frozenset()
     named: bool = False
+    faults: frozenset[int] = frozenset()
 
 
 UNWATCHED = Watch()

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from piper_dynamo.api import plan as make_plan
 from piper_dynamo.errors import PiperError, PiperStrategyError, PiperSyntaxError, format_error
+from piper_dynamo.files import read_text
 from piper_dynamo.planning import Plan
 from piper_dynamo.strategy import Place, Strategy
 from piper_dynamo.train.config import Config
@@ -195,7 +196,7 @@ def _of_config(
 
 def _of_folder(folder: Path) -> Target:
     try:
-        asked = json.loads((folder / "config.json").read_text(encoding="utf-8"))["options"]
+        asked = json.loads(read_text(folder / "config.json"))["options"]
         config = Config(**asked)
     except (OSError, ValueError, KeyError, TypeError, PiperStrategyError) as error:
         raise Misuse(
@@ -218,7 +219,7 @@ def load_strategy(path: Path) -> Strategy:
     if path.suffix == ".py":
         return _of_module(path, _imported(path), ("strategy",))
     try:
-        return Strategy.from_json(path.read_text(encoding="utf-8"))
+        return Strategy.from_json(read_text(path))
     except (OSError, UnicodeDecodeError, PiperSyntaxError) as error:
         raise Misuse(format_error("this is no strategy", {"file": path, "why": error})) from error
 

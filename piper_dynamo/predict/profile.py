@@ -19,6 +19,7 @@ import numpy as np
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.files import read_text
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.work import work_by_operator
@@ -147,7 +148,7 @@ class Profile:
             PiperError: There is none.
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(read_text(Path(path)))
         except (OSError, UnicodeDecodeError) as error:
             raise PiperError(f"no profile can be read: {error}") from error
 

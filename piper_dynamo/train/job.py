@@ -12,14 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from piper_dynamo import wire
 from piper_dynamo.access import clip_grad_norm_, data_rank, data_world, explain, parameters, record
 from piper_dynamo.api import compile as piper_compile
 from piper_dynamo.checkpoint.load import load_checkpoint
 from piper_dynamo.checkpoint.save import Saving, save_checkpoint_async
 from piper_dynamo.deferred import deferred_init
 from piper_dynamo.errors import PiperError, format_error
-from piper_dynamo.runtime.launch import rank, world_size
-from piper_dynamo.timeline import Timeline
+from piper_dynamo.files import private_files
+from piper_dynamo.meeting import Meeting, gathered, spread
+from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.launch import communicator, rank, world_size
+from piper_dynamo.timeline import Event, Message, Timeline
 from piper_dynamo.train.compare import Reference, one_process, verdict
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus, Split, read_corpus
@@ -34,6 +38,7 @@ NUMBERS = (
     *("steps", "batch", "seq", "dtype", "precision"),
     *("lr", "warmup", "weight_decay", "clip", "seed"),
 )
+wire.records(Timeline, Event, Message)
 RECORDED_STEP = 3  # the first steps warm up caches and allocators
 
 
@@ -50,6 +55,7 @@ def run_rank(config: Config) -> dict[str, Any]:
         PiperError: The job is refused, or the loss is no longer a number.
     """
     with ExitStack() as stack:
+        stack.enter_context(private_files())
         folder = None
         if rank() == 0:
             folder = stack.enter_context(RunFolder(claim_folder(config.out, config.resume)))
@@ -85,6 +91,7 @@ class _Job:
     def __init__(self, config: Config, folder: RunFolder | None) -> None:
         self.config = config
         self.folder = folder
+        self.comm = communicator(config.timeout_s)
         self.progress = Progress(is_shown=rank() == 0)
         self.history = _History()
         self.path = Path()  # the run folder, also on other ranks
@@ -96,7 +103,7 @@ class _Job:
         config, say = self.config, self.progress.say
         with self.progress.phase("reading the standard library's source"):
             corpus = read_corpus()
-            check_same_text(corpus)
+            check_same_text(corpus, self.comm)
         say(
             f"{len(corpus.train) / 1e6:.1f} MB to train on, {len(corpus.validation) / 1e6:.1f} MB "
             f"held out, {corpus.files} files"
@@ -129,7 +136,8 @@ class _Job:
             for line in plan.summary().splitlines():
                 say(line)
         self.shard = data_rank(step), data_world(step)
-        self.path = Path(spread(str(self.folder.path) if self.folder is not None else ""))
+        mine = str(self.folder.path) if self.folder is not None else ""
+        self.path = Path(spread(self.comm, "naming the run folder", mine))
         self._train(step, corpus, reference, flops)
         return self._summary()
 
@@ -246,7 +254,7 @@ class _Job:
         self.history.norms.append(norm.item())
         self.history.seconds.append(time.perf_counter() - begin)
         if is_recorded:
-            merged = merge_ranks(timeline)
+            merged = merge_ranks(timeline, self.comm)
             if self.folder is not None and merged is not None:
                 self.folder.keep_timeline(number + 1, explain(step), merged)
 
@@ -281,7 +289,7 @@ class _Job:
         self.progress.say(f"step {number + 1}: validation {found:.3f} nats per byte")
 
     def _summary(self) -> dict[str, Any]:
-        peaks = gather(peak_rss_mb())
+        peaks = gathered(self.comm, "gathering peaks of memory", peak_rss_mb())
         if self.folder is None or peaks is None:
             return {}
         config, history, say = self.config, self.history, self.progress.say
@@ -312,24 +320,7 @@ def _replicas(config: Config) -> str:
     return f"{config.replicas} replicas, ZeRO-{config.zero}{shared}, "
 
 
-def gather(value: Any) -> list[Any] | None:
-    """Every rank's value on rank 0; None on the others."""
-    if world_size() == 1:
-        return [value]
-    found: list[Any] | None = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(value, found, dst=0)
-    return found
-
-
-def spread(value: Any) -> Any:
-    """Rank 0's value on every rank: under torchrun only that one has named the run folder."""
-    found = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def merge_ranks(timeline: Timeline) -> Timeline | None:
+def merge_ranks(timeline: Timeline, comm: Communicator) -> Timeline | None:
     """All ranks' events on rank 0's clock; None on other ranks.
 
     On one machine the clocks agree. Between machines the moment at which all leave a barrier is
@@ -337,7 +328,8 @@ def merge_ranks(timeline: Timeline) -> Timeline | None:
     """
     if world_size() > 1:
         dist.barrier()
-    found = gather((platform.node(), time.perf_counter(), timeline))
+    mine = (platform.node(), time.perf_counter(), timeline)
+    found = gathered(comm, "gathering a step's timeline", mine)
     if found is None:
         return None
     here, now, _ = found[0]
@@ -345,16 +337,14 @@ def merge_ranks(timeline: Timeline) -> Timeline | None:
     return Timeline.merge([events for _, _, events in found], offsets)
 
 
-def check_same_text(corpus: Corpus) -> None:
+def check_same_text(corpus: Corpus, comm: Communicator) -> None:
     """All ranks read the same files; each reads its own machine's.
 
     Raises:
         PiperError: They do not: their Pythons differ.
     """
-    if world_size() == 1:
-        return
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, (corpus.fingerprint, platform.node(), platform.python_version()))
+    mine = (corpus.fingerprint, platform.node(), platform.python_version())
+    found = Meeting(comm, "comparing the text").together(lambda: mine, lambda parts: parts)
     if len({fingerprint for fingerprint, _, _ in found}) > 1:
         rows = {
             f"rank {r}": f"{node}, Python {version}" for r, (_, node, version) in enumerate(found)

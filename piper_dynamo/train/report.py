@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.files import FOLDER_MODE
 from piper_dynamo.measure import PREDICTED_FROM_RUN, measured_costs
 from piper_dynamo.pictures import save, to_chrome_trace
 from piper_dynamo.planning import Plan
@@ -67,7 +68,7 @@ def claim_folder(out: str | None, resume: str | None = None) -> Path:
         )
     kept = "metrics.jsonl" if goes_on else ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         # A run of fewer ranks, or one that stops early, must not leave an older run's files.
         names = [name for name in FILES if name != kept]
         for path in [*(folder / name for name in names), *folder.glob("program_rank*.py")]:

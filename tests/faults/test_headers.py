@@ -139,6 +139,13 @@ def another_shape_of_as_many(comm: Any) -> Any:
     return ends(comm, torch.arange(4.0).reshape(2, 2), spec(4), 103)
 
 
+def another_bit(comm: Any) -> Any:
+    """Of the same task, shape and dtype, but damaged on the way."""
+    if comm.rank == 0:
+        comm.damage_next()
+    return ends(comm, torch.ones(2), spec(2), 104)
+
+
 def swapped_collectives(comm: Any) -> Any:
     """Two sums of one size, in another order on the other rank."""
     comm.prepare_groups([GROUP])
@@ -182,6 +189,11 @@ SILENT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], tuple[str, 
         another_shape_of_as_many,
         lambda got: got == [0.0, 1.0, 2.0, 3.0],
         ("float32(4,)", "float32(2, 2)"),
+    ),
+    "another bit": (
+        another_bit,
+        lambda got: got[0] == 1.0 and got[1] != 1.0,
+        ("rank 1 received other bytes than were sent to it", "checksum"),
     ),
     "swapped collectives": (
         swapped_collectives,

@@ -67,11 +67,14 @@ def test_a_rank_says_what_it_waits_for(pool: Pool) -> None:
 
 def test_a_wait_is_told_after_twice_as_long_each_time() -> None:
     """What is looked at is one line of one step; another line begins anew."""
-    running = Running(file="step", waits=lambda line: f"line {line}" if line < 9 else None)
+    running = Running(
+        file="step", rank=2, place=lambda line: (f"waits at {line}", (1,) if line < 9 else ())
+    )
     seen = [running.look(line, now) for line, now in ((3, 0), (3, 9), (3, 10), (3, 15), (3, 20))]
-    assert seen == [None, None, "line 3 since 10 s", None, "line 3 since 20 s"]
+    told = "rank 2 waits at 3 since"
+    assert seen == [None, None, f"{told} 10 s", None, f"{told} 20 s"]
     assert running.look(4, 21.0) is None
-    assert running.look(4, 31.0) == "line 4 since 10 s"
+    assert running.look(4, 31.0) == "rank 2 waits at 4 since 10 s"
     assert running.look(9, 40.0) is None
     assert running.look(9, 90.0) is None  # it computes
 
@@ -163,7 +166,7 @@ def test_a_look_keeps_no_tensors() -> None:
     def step() -> None:
         value = torch.zeros(1)
         kept.append(weakref.ref(value))
-        with waiting.watched(Running(file=__file__, waits=lambda line: None)):
+        with waiting.watched(Running(file=__file__, rank=0, place=lambda line: ("", ()))):
             looked.set()
             going_on.wait(10)
 
