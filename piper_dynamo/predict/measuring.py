@@ -46,7 +46,7 @@ from piper_dynamo.values import is_whole
 
 WARM, LEAST_RUNS, MOST_RUNS, ENOUGH_S = 2, 7, 50, 0.15
 SIZES = (2**8, 2**16, 2**18, 2**20, 2**22)  # bytes of messages
-VALUES = 17  # of a collective with many
+VALUES = 65  # of a collective with many
 ROUNDS = 15
 SHOW_AFTER_S = 2.0
 
@@ -186,34 +186,39 @@ def _links() -> dict[str, Any]:
 
 
 def _issuing(comm: TorchCommunicator, group: Any) -> dict[str, dict[str, float]]:
-    """What it takes a rank to start collectives: each, each value, each byte of the results."""
-    found: dict[str, dict[str, float]] = {"host": {}, "host_value": {}, "host_byte": {}}
-    large, few = SIZES[-1] // 4, SIZES[0] // 4
-    for op, given, come in (
-        (Op.ALL_REDUCE, 1, 1),
-        (Op.ALL_GATHER, 1, 2),
-        (Op.REDUCE_SCATTER, 2, 1),
-    ):
+    """What collectives take of a rank that computes on: each, each value, each byte of results.
 
-        def start(
-            count: int, size: int, op: Op = op, given: int = given, come: int = come
-        ) -> float:
-            values = [torch.zeros(given * size) for _ in range(count)]
-            likes = [torch.zeros(come * size) for _ in range(count)]
-            took = []
-            for _ in range(ROUNDS):
+    A collective costs processor time until it is over, not only where it is issued: messages are
+    copied and summed by threads of the rank. So what it takes is how much longer the rank computes
+    while it is under way.
+    """
+    large, few = SIZES[-1] // 4, SIZES[0] // 4
+    kinds = ((Op.ALL_REDUCE, 1, 1), (Op.ALL_GATHER, 1, 2), (Op.REDUCE_SCATTER, 2, 1))
+    issued: dict[Op, list[float]] = defaultdict(list)
+    longer: dict[tuple[Op, int, int], list[float]] = defaultdict(list)
+    for _ in range(WARM + ROUNDS):  # all in turn: what else the machine does slows a round of each
+        alone = _work_of(2)
+        for op, given, come in kinds:
+            for count, size in ((1, few), (VALUES, few), (1, large)):
+                values = [torch.zeros(given * size) for _ in range(count)]
+                likes = [torch.zeros(come * size) for _ in range(count)]
                 dist.barrier()
                 begin = time.perf_counter()
                 handle = comm.start_collective(op, values, group, likes)
-                took.append(time.perf_counter() - begin)
+                if count == 1 and size == few:
+                    issued[op].append(time.perf_counter() - begin)
+                _work()
                 comm.wait_all(handle)
-            return statistics.median(took)
-
-        one, many, much = start(1, few), start(VALUES, few), start(1, large)
-        each = max((many - one) / (VALUES - 1), 0.0)
-        found["host"][op.value] = max(one - each, 0.0)
-        found["host_value"][op.value] = each
-        found["host_byte"][op.value] = max((much - one) / (4 * come * (large - few)), 0.0)
+                longer[op, count, size].append(time.perf_counter() - begin - alone)
+    found: dict[str, dict[str, float]] = {"host": {}, "host_value": {}, "host_byte": {}}
+    for op, _, come in kinds:
+        least, many, much = (
+            statistics.median(longer[op, count, size][WARM:])
+            for count, size in ((1, few), (VALUES, few), (1, large))
+        )
+        found["host"][op.value] = statistics.median(issued[op][WARM:])
+        found["host_value"][op.value] = max((many - least) / (VALUES - 1), 0.0)
+        found["host_byte"][op.value] = max((much - least) / (4 * come * (large - few)), 0.0)
     return found
 
 
@@ -273,15 +278,19 @@ def ratios() -> list[float]:
 
 def _work_of(count: int) -> float:
     """What rank 0 takes for a fixed mixture of products and traffic while `count` ranks do it."""
-    weight, rows = torch.zeros(256, 256), torch.zeros(512, 256)
     dist.barrier()
     if rank() >= count:
         return 0.0
     start = time.perf_counter()
-    for _ in range(12):
+    _work()
+    return time.perf_counter() - start
+
+
+def _work() -> None:
+    weight, rows = torch.zeros(256, 256), torch.zeros(512, 256)
+    for _ in range(24):
         hidden = torch.nn.functional.silu(rows @ weight)
         torch.softmax(hidden.add_(rows), -1)
-    return time.perf_counter() - start
 
 
 class _Tiny(nn.Module):
