@@ -33,6 +33,7 @@ setup(
         "piper_dynamo.checkpoint",
         "piper_dynamo.debug",
         "piper_dynamo.ir",
+        "piper_dynamo.kernels",
         "piper_dynamo.look",
         "piper_dynamo.lowering",
         "piper_dynamo.moe",
@@ -63,6 +64,7 @@ setup(
             "ruff",
             "safetensors",
             "setuptools",  # torch imports it in places, and a test builds the wheel
+            'triton; platform_system == "Linux"',  # kernels are interpreted, and compiled
         ],
         "models": ["peft", "transformers"],  # what examples/ train
         "triton": ["triton"],

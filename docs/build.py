@@ -26,6 +26,7 @@ from docs.figures import (
     sharded_plan,
     uniform,
 )
+from docs.programs import cuda_program
 from piper_dynamo.costs import Costs
 from piper_dynamo.ir.spec import show_bytes
 from piper_dynamo.schedules import SCHEDULES, Shape
@@ -146,6 +147,7 @@ def _listed(values: tuple[float, ...]) -> str:
 def main() -> None:
     """Write the pages and their pictures."""
     tables.write()
+    (FOLDER / "cuda-program.txt").write_text(cuda_program(), encoding="utf-8")
     (FOLDER / "schedules.md").write_text(text(), encoding="utf-8")
     (FOLDER / "schedules").mkdir(exist_ok=True)
     for name in SCHEDULES:

@@ -1,8 +1,9 @@
 """Chunks compiled: operator by operator ("aten", see aten.py), or fused by inductor.
 
-A compiled chunk takes one list, which it empties, and returns its outputs in order. Equal chunks
-are compiled once per process; inductor's results are kept on disk under `PIPER_CACHE_DIR` (or
-inductor's own folder) and shared by all processes.
+"max-autotune" is inductor with kernels chosen by measuring. A compiled chunk takes one list, which
+it empties, and returns its outputs in order. Equal chunks are compiled once per process;
+inductor's results are kept on disk under `PIPER_CACHE_DIR` (or inductor's own folder) by graph,
+shapes, settings and version of torch, and shared by all processes.
 """
 
 import functools
@@ -18,6 +19,7 @@ from piper_dynamo.generated import named
 from piper_dynamo.ir.chunk import Chunk, copied, function_of, runnable
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.aten import drop_stand_ins, runnable_graph
+from piper_dynamo.options import FUSED, TUNED
 
 log = logging.getLogger("piper.chunks")
 ChunkFn = Callable[[list[Any]], Sequence[Any]]
@@ -38,15 +40,15 @@ def compile_chunks(
 
     Args:
         chunks: What to compile.
-        mode: "aten" or "inductor".
+        mode: "aten", "inductor" or "max-autotune".
         progress: Called with the number compiled and the number to compile.
         adds: By chunk name, the outputs that are added into sums; "aten" only.
         passing: By chunk name, the outputs that are gone before the step ends.
     """
     forms: dict[str, tuple[str, str, _Places, _Places]] = {}
     for name, chunk in chunks.items():
-        if mode == "inductor" and not chunk.is_ragged:  # a ragged one may look like one that is not
-            forms[name] = "inductor", chunk.key, (), ()
+        if mode in FUSED and not chunk.is_ragged:  # a ragged one may look like one that is not
+            forms[name] = mode, chunk.key, (), ()
         else:
             places = (adds or {}).get(name, ()), (passing or {}).get(name, ())
             forms[name] = "aten", chunk.key, *places
@@ -55,8 +57,8 @@ def compile_chunks(
         if progress is not None:
             progress(count, len(missing))
         start = time.perf_counter()
-        if form[0] == "inductor":
-            _compiled[form] = _inductor(chunk)
+        if form[0] in FUSED:
+            _compiled[form] = _inductor(chunk, tuned=form[0] == TUNED)
         else:
             file = functools.partial(named, kind="chunk", label=chunk.key)
             _compiled[form] = function_of(runnable_graph(chunk, *form[2:]), file)
@@ -68,14 +70,14 @@ def compile_chunks(
     return {name: _compiled[form] for name, form in forms.items()}
 
 
-def _inductor(chunk: Chunk) -> ChunkFn:
+def _inductor(chunk: Chunk, *, tuned: bool) -> ChunkFn:
     """Decomposed, fused, compiled; outputs keep the layout that the next chunk was traced with."""
     folder = os.environ.get("PIPER_CACHE_DIR")
     if folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
     graph = copied(chunk.graph)
     drop_stand_ins(graph)
-    run = compat.compile_with_inductor(runnable(graph), chunk.inputs)
+    run = compat.compile_with_inductor(runnable(graph), chunk.inputs, tuned=tuned)
     expected = [
         (spec.shape, spec.stride, spec.dtype) if spec is not None else None for spec in chunk.inputs
     ]

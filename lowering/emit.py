@@ -4,8 +4,8 @@ Signature: rank program -> source text, and the instruction of each of its lines
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from piper_dynamo.errors import PiperSyntaxError
 from piper_dynamo.ir.program import COLLECTIVES, UNWATCHED, Instr, Op, RankProgram, Watch
@@ -28,12 +28,32 @@ class Module:
     specs: dict[str, TensorSpec]
 
 
-def emit(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """How a program is written for a device other than the host (`emit_streams.py`).
+
+    Attributes:
+        title: A comment below the program's own.
+        first: Lines before the first instruction.
+        last: Lines after the last one.
+        around: Of an instruction, the lines before it and after it.
+        lines: How an instruction is written; None where it is written as for the host.
+    """
+
+    title: str
+    first: list[str] = field(default_factory=list)
+    last: list[str] = field(default_factory=list)
+    around: Callable[[int], tuple[list[str], list[str]]]
+    lines: Callable[[int, dict[str, TensorSpec]], list[str] | None]
+
+
+def emit(  # noqa: PLR0912
     program: RankProgram,
     watch: Watch = UNWATCHED,
     *,
     seconds: Mapping[str, float] | None = None,
     looks: bool = False,
+    device: Device | None = None,
 ) -> Module:
     """The module of a program.
 
@@ -42,9 +62,12 @@ def emit(
         watch: What is looked at: where it is timed, `rt.mark(i)` is called after instruction i.
         seconds: How long each task's chunk lasts at least, on emulated devices.
         looks: Call `rt.look(i, [values])` after each task, which notes whether they are finite.
+        device: What it runs on; None: the host, or one queue.
     """
     specs: dict[str, TensorSpec] = {}
     lines = _head(program)
+    if device is not None:
+        lines.insert(1, f"# {device.title}")
     lines.append("def step(rt, state, data, weights):")
     for names, source in (
         ([r for r, _ in program.state], "state"),
@@ -52,13 +75,18 @@ def emit(
         (list(program.weights), "weights"),
     ):
         if names:
-            lines.append(f"    {_targets(names)} = {source}")
+            lines.append(f"    {targets(names)} = {source}")
+    lines += [f"    {line}" for line in device.first] if device is not None else []
     instr_of_line: dict[int, int] = {}
     pause = program.pause()
     for index, instr in enumerate(program.instrs):
         if index == pause:
             lines.append(_pause(program))
-        written = _probed_lines(instr, index) if index in watch.probed else _lines(instr, specs)
+        written = device.lines(index, specs) if device is not None else None
+        if index in watch.probed:
+            written = _probed_lines(instr, index)
+        elif written is None:
+            written = lines_of(instr, specs)
         if watch.named and (instr.op in COLLECTIVES or instr.op in (Op.POST, Op.SEND)):
             written = [f"rt.about({instr.task!r})", *written]
         if index in watch.faults:
@@ -70,13 +98,19 @@ def emit(
         if looks and instr.op is Op.RUN:
             made = ", ".join("None" if reg == "_" else reg for reg in instr.outputs)
             written.append(f"rt.look({index}, [{made}])")
+        if watch.ranged and instr.op not in (Op.FREE, Op.DRAIN):
+            written = [f"rt.open({instr.task or instr.op.value!r})", *written, "rt.close()"]
+        if watch.timed and instr.op is not Op.FREE:
+            written = [*written, f"rt.mark({index})"]
+        if device is not None:
+            before, after = device.around(index)
+            written = [*before, *written, *after]
         for line in written:
             lines.append("    " + line)
             instr_of_line[len(lines)] = index
-        if watch.timed and instr.op is not Op.FREE:
-            lines.append(f"    rt.mark({index})")
     if pause == len(program.instrs):
         lines.append(_pause(program))
+    lines += [f"    {line}" for line in device.last] if device is not None else []
     lines.append(f"    return {_returned(program)}")
     return Module(source="\n".join(lines) + "\n", instr_of_line=instr_of_line, specs=specs)
 
@@ -101,7 +135,8 @@ def _head(program: RankProgram) -> list[str]:
     return ["# " + " · ".join(parts), ""]
 
 
-def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PLR0911, PLR0912
+def lines_of(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PLR0911, PLR0912
+    """An instruction as Python, and into `specs` the specs of messages that it names."""
     ins, outs = instr.inputs, instr.outputs
     match instr.op:
         case Op.RUN:
@@ -109,10 +144,10 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
         case Op.SLICE:
             return [f"{outs[0]} = rt.slice({ins[0]}, {instr.dim}, {instr.part}, {instr.parts})"]
         case Op.POST:
-            like = _spec_name(instr.spec, specs)
+            like = spec_name(instr.spec, specs)
             return [f"{outs[0]} = rt.post({instr.peer}, {instr.message}, {like})  # {instr.task}"]
         case Op.WAIT if instr.peer < 0:
-            return [f"{_targets(list(outs))} = rt.wait_all({ins[0]})"]
+            return [f"{targets(list(outs))} = rt.wait_all({ins[0]})"]
         case Op.WAIT:
             return [f"{outs[0]} = rt.wait({ins[0]})"]
         case Op.SEND:
@@ -124,7 +159,7 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
         case Op.ACCUMULATE:
             return [f"{outs[0]} = rt.accumulate({ins[0]}, {ins[1]})"]
         case Op.CAST:
-            return [f"{outs[0]} = rt.cast({ins[0]}, {_spec_name(instr.spec, specs)})"]
+            return [f"{outs[0]} = rt.cast({ins[0]}, {spec_name(instr.spec, specs)})"]
         case Op.ADD:
             return [f"{outs[0]} = rt.add({', '.join(ins)})"]
         case Op.LOSS:
@@ -142,7 +177,7 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
             | Op.EXCHANGE
             | Op.UNEXCHANGE
         ):
-            likes = ", ".join(_spec_name(spec, specs) for spec in instr.specs)
+            likes = ", ".join(spec_name(spec, specs) for spec in instr.specs)
             values, group = ", ".join(ins), instr.communicator
             return [f"{outs[0]} = rt.{instr.op}([{values}], {group}, [{likes}])  # {instr.task}"]
 
@@ -150,7 +185,7 @@ def _lines(instr: Instr, specs: dict[str, TensorSpec]) -> list[str]:  # noqa: PL
 def _spoiling(instr: Instr, index: int) -> list[str]:
     """What a task has made, as it is after a fault on purpose."""
     made = [reg for reg in instr.outputs if reg != "_"] if instr.op is Op.RUN else []
-    return [f"{_targets(made)} = rt.spoiled({index}, [{', '.join(made)}])"] if made else []
+    return [f"{targets(made)} = rt.spoiled({index}, [{', '.join(made)}])"] if made else []
 
 
 def _probed_lines(instr: Instr, index: int) -> list[str]:
@@ -162,14 +197,14 @@ def _probed_lines(instr: Instr, index: int) -> list[str]:
         f"rt.probe.enter({index}, [{given}], {instr.bundle_in or '()'})",
         f"_results = {_call(instr)}{_comment(instr)}",
         f"rt.probe.leave({index}, _results)",
-        *([f"{_targets(written)} = _results"] if written else []),
+        *([f"{targets(written)} = _results"] if written else []),
         "del _results" + (", _" if "_" in written else ""),
     ]
 
 
 def _run_lines(instr: Instr) -> list[str]:
     written = list(instr.writes())
-    call = (f"{_targets(written)} = " if written else "") + _call(instr)
+    call = (f"{targets(written)} = " if written else "") + _call(instr)
     return [
         *_seed_lines(instr),
         call + _comment(instr),
@@ -201,13 +236,14 @@ def _comment(instr: Instr) -> str:
     return f"  # {name.which.value:<2} {tags}" + (f"  {where}" if where else "")
 
 
-def _targets(names: list[str]) -> str:
+def targets(names: list[str]) -> str:
+    """What a list of values is unpacked into."""
     return f"[{names[0]}]" if len(names) == 1 else ", ".join(names)
 
 
 def _pause(program: RankProgram) -> str:
     """Between forward and backward of a program without a loss, the caller makes one."""
-    given = _targets([reg for _, reg in program.tangents])
+    given = targets([reg for _, reg in program.tangents])
     outputs = _tuple([r for _, r in program.outputs])
     buffers = _tuple([r for _, r in program.buffers])
     return f"    {given} = yield {outputs}, {buffers}  # the caller's gradients of the outputs"
@@ -226,7 +262,8 @@ def _tuple(regs: list[str]) -> str:
     return "(" + "".join(f"{r}, " for r in regs).rstrip() + ")"
 
 
-def _spec_name(spec: TensorSpec | None, specs: dict[str, TensorSpec]) -> str:
+def spec_name(spec: TensorSpec | None, specs: dict[str, TensorSpec]) -> str:
+    """The name by which emitted text refers to a spec, noted in `specs`."""
     if spec is None:
         raise PiperSyntaxError("a message without a spec cannot be emitted")
     shape = "x".join(map(str, spec.shape)) or "scalar"

@@ -44,6 +44,7 @@ from piper_dynamo.predict.search import search
 from piper_dynamo.predict.stages import auto_stages
 from piper_dynamo.runtime.launch import launch, rank, world_size
 from piper_dynamo.strategy import (
+    Kernel,
     Order,
     Place,
     Precision,
@@ -58,6 +59,7 @@ from piper_dynamo.weights import load_state_dict
 __version__ = "0.1.0"
 __all__ = [
     "Costs",
+    "Kernel",
     "LossScale",
     "Mesh",
     "Order",

@@ -334,11 +334,12 @@ def aten_backend(simplify: Callable[[fx.Graph], None]) -> Any:
     )
 
 
-def inductor_backend() -> Any:
-    """Torch's own default backend."""
+def inductor_backend(*, tuned: bool) -> Any:
+    """Torch's own default backend; where `tuned`, with kernels chosen by measuring."""
     from torch._dynamo.backends.inductor import inductor
+    from torch._inductor import config
 
-    return inductor
+    return config.patch(max_autotune=True)(inductor) if tuned else inductor
 
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
@@ -360,8 +361,34 @@ def target_name(target: Any) -> str:
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 
 
-def compile_with_inductor(gm: fx.GraphModule, specs: Any) -> Callable[[list[Any]], Any]:
+def inductor_settings(*, tuned: bool) -> dict[str, Any]:
+    """How Inductor compiles chunks, of the settings that this torch has.
+
+    The program puts chunks on streams, and captures them: Inductor is to do neither, and to move no
+    communication, of which chunks have none.
+
+    Args:
+        tuned: Choose kernels by measuring.
+    """
+    from torch._inductor import config
+
+    overlaps = "aten_distributed_optimizations"
+    wanted: dict[str, Any] = {
+        "triton.cudagraphs": False,
+        "reorder_for_compute_comm_overlap": False,
+        f"{overlaps}.enable_overlap_scheduling": False,
+        f"{overlaps}.enable_simple_overlap": False,  # 2.14: on by default
+        "max_autotune": tuned,
+    }
+    known = config._config  # type: ignore[attr-defined]
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, specs: Any, *, tuned: bool = False
+) -> Callable[[list[Any]], Any]:
     """Inductor's code for a flat, undecomposed graph on fixed shapes; called with one list."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
@@ -380,7 +407,8 @@ def compile_with_inductor(gm: fx.GraphModule, specs: Any) -> Callable[[list[Any]
     (output,) = traced.graph.find_nodes(op="output")
     # All outputs keep their strides: the next chunk was traced with them.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode):
+    settings = config.patch(inductor_settings(tuned=tuned))
+    with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode), settings:
         return compile_fx_inner(traced, fakes)
 
 
@@ -428,6 +456,11 @@ def fixed_size(size: Any) -> int | None:
         return size
     expression = size.node.expr  # int(size) would fix it
     return int(expression) if expression.is_number else None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler looks at what runs now."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_er
 from piper_dynamo.inlining import inline_regions
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.lowering.aten import drop_stand_ins
-from piper_dynamo.options import Options
+from piper_dynamo.options import FUSED, TUNED, Options
 from piper_dynamo.passes.split import data_dims
 from piper_dynamo.pending import source_of
 from piper_dynamo.plan_checks import refuse_unsupported
@@ -74,8 +74,9 @@ def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Call
             f"the options {', '.join(given)} mean something only with a strategy; leave them out"
         )
     _refuse_pending(gm)
-    if options.compile_for(inputs) == "inductor":
-        return compat.inductor_backend()(gm, inputs)  # type: ignore[no-any-return]
+    mode = options.compile_for(inputs)
+    if mode in FUSED:
+        return compat.inductor_backend(tuned=mode == TUNED)(gm, inputs)  # type: ignore[no-any-return]
     return compat.aten_backend(drop_stand_ins)(gm, inputs)  # type: ignore[no-any-return]
 
 

@@ -4,15 +4,21 @@ Signature: program, chunks, their compiled code, communicator -> executor.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from piper_dynamo.generated import named
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import RankProgram, Watch
+from piper_dynamo.ir.streams import StreamProgram
 from piper_dynamo.lowering.chunks import ChunkFn, compile_chunks
 from piper_dynamo.lowering.emit import emit
+from piper_dynamo.lowering.emit_streams import emit_on_streams
 from piper_dynamo.lowering.sums import passing
 from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.device import Device
 from piper_dynamo.runtime.executor import BoundChunk, Code, Executor
+from piper_dynamo.runtime.graphs import Recorder
+from piper_dynamo.runtime.on_streams import Meeting, StreamRuntime
 
 
 def bind(
@@ -40,6 +46,21 @@ def bind(
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnStreams:
+    """How a rank's program runs on the streams of a device.
+
+    Attributes:
+        program: The program with its streams.
+        device: What it runs on.
+        meeting: How ranks meet on streams.
+    """
+
+    program: StreamProgram
+    device: Device
+    meeting: Meeting
+
+
 def executor_of(
     program: RankProgram,
     chunks: Mapping[str, BoundChunk],
@@ -47,6 +68,8 @@ def executor_of(
     seconds: Mapping[str, float] | None = None,
     *,
     looks: bool = False,
+    streams: OnStreams | None = None,
+    record: Recorder | None = None,
 ) -> Executor:
     """What runs a program.
 
@@ -56,10 +79,15 @@ def executor_of(
         comm: The way to the others.
         seconds: The waits of emulated tasks, by name.
         looks: Whether it looks at what tasks make, for values that are not finite.
+        streams: How it runs on streams; None: all in the order of the host.
+        record: Records steps, which are then replayed.
     """
 
     def code(watch: Watch) -> Code:
-        made = emit(program, watch, seconds=seconds, looks=looks)
+        if streams is None:
+            made = emit(program, watch, seconds=seconds, looks=looks)
+        else:
+            made = emit_on_streams(streams.program, watch, looks=looks)
         return Code(
             source=made.source,
             file=named(made.source, "step", f"rank{program.rank}"),
@@ -67,4 +95,7 @@ def executor_of(
             specs=made.specs,
         )
 
-    return Executor(program, code, chunks, comm)
+    if streams is None:
+        return Executor(program, code, chunks, comm, record=record)
+    runtime = StreamRuntime(comm, streams.device, streams.meeting, streams.program)
+    return Executor(streams.program.program, code, chunks, comm, runtime, record=record)

@@ -14,7 +14,9 @@ from piper_dynamo.strategy import Strategy
 
 STARTS = ("equal", "broadcast")
 NAN_CHECKS = ("raise", "skip")
-COMPILE_MODES = ("aten", "inductor", "emulate")
+TUNED = "max-autotune"
+FUSED = ("inductor", TUNED)  # what Inductor compiles
+COMPILE_MODES = ("aten", *FUSED, "emulate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +25,9 @@ class Options:
 
     Attributes:
         strategy: How the step is distributed; None compiles for one device.
-        compile: How chunks run: "aten" (operator by operator) or "inductor" (fused); None is
-            aten on CPU, inductor on CUDA. "emulate" computes nothing: every chunk is a wait of
+        compile: How chunks run: "aten" (operator by operator), "inductor" (fused) or "max-autotune"
+            (fused, with kernels chosen by measuring, which takes long once); None is aten on CPU,
+            inductor on CUDA. "emulate" computes nothing: every chunk is a wait of
             its modelled duration and gives zeros, so loss and gradients are zeros; messages are
             real.
         costs: What tasks, messages and collectives take: what Orders leave open is filled so that
@@ -46,6 +49,8 @@ class Options:
         loss_scale: What the loss is multiplied by where the backward starts; gradients are divided
             by it again. A number, a `piper.LossScale` that finds its own size, or "dynamic" for
             one with the defaults.
+        graph: On CUDA, record a step once, with its communication, and replay it. Refused where the
+            host decides something in each step, as where experts take as many rows as come.
     """
 
     strategy: Strategy | None = None
@@ -57,6 +62,7 @@ class Options:
     init_fn: Callable[[str, torch.Tensor], Any] | None = None
     nan_check: str | None = None
     loss_scale: float | str | LossScale | None = None
+    graph: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -86,6 +92,8 @@ class Options:
                 "and a tensor"
             )
 
+        if not isinstance(self.graph, bool):
+            raise PiperStrategyError(f"option 'graph' is {self.graph!r}; give True or False")
         self._check_numbers()
 
     def _check_numbers(self) -> None:

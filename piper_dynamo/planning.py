@@ -25,19 +25,20 @@ from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, Layout, print_dag, task_of
 from piper_dynamo.ir.joint import Arg, ArgKind, Recomputed
 from piper_dynamo.ir.meaning import Meaning, as_placed, meaning_of
-from piper_dynamo.ir.program import Group, Instr, RankProgram, copy_groups
+from piper_dynamo.ir.program import Group, RankProgram, copy_groups
 from piper_dynamo.ir.task import RegionId
 from piper_dynamo.ir.verify import verify
-from piper_dynamo.lowering.emit import emit
 from piper_dynamo.lowering.memory import held_over_time, memory_curve
 from piper_dynamo.lowering.schedule import schedule
 from piper_dynamo.lowering.simulate import Simulation, simulate
+from piper_dynamo.lowering.streams import on_streams
 from piper_dynamo.measure import PREDICTED_FROM_RUN, measured_costs, measured_step
 from piper_dynamo.passes.build import build
 from piper_dynamo.passes.capacity import Bound, set_capacities
 from piper_dynamo.passes.cast import Cast
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
+from piper_dynamo.passes.kernels import substitute
 from piper_dynamo.passes.order import Order, named_halves
 from piper_dynamo.passes.partition import Partitioner
 from piper_dynamo.passes.pieces import Cuts
@@ -56,7 +57,16 @@ from piper_dynamo.pictures.graph import draw_graph
 from piper_dynamo.plan_checks import check_two_programs, find_weighers
 from piper_dynamo.precision import Rule, rules_of
 from piper_dynamo.predict.profile import Profile
-from piper_dynamo.programs import NUM_PASSES, AlikePrograms, programs_of
+from piper_dynamo.programs import (
+    NUM_PASSES,
+    AlikePrograms,
+    Program,
+    launched,
+    on_cuda,
+    pairs_of,
+    programs_of,
+    prove_on_streams,
+)
 from piper_dynamo.records import replications, shardings
 from piper_dynamo.runtime.comm import STATE
 from piper_dynamo.strategy import Order as OrderDirective
@@ -91,21 +101,6 @@ class Template:
     halves: dict[str, tuple[bool, bool]]
     recomputed: dict[RegionId, Recomputed]
     check: Callable[[Dag], None] | None
-
-
-@dataclass(slots=True, kw_only=True)
-class Program:
-    """One rank's program, printed as the Python that runs."""
-
-    rank_program: RankProgram
-
-    @property
-    def instrs(self) -> tuple[Instr, ...]:
-        """The instructions, in host order."""
-        return self.rank_program.instrs
-
-    def __str__(self) -> str:
-        return emit(self.rank_program).source
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,11 +150,32 @@ class Plan:
         """The chunks that programs run, by name."""
         return self.dag.chunks
 
-    def program(self, rank: int) -> Program:
-        """One rank's program; `str()` of it is the emitted Python."""
+    def program(self, rank: int, device: str | None = None) -> Program:
+        """One rank's program; `str()` of it is the emitted Python.
+
+        Args:
+            rank: Whose.
+            device: As which device runs it: "cpu", or "cuda" with streams, events and buffers;
+                None: as that of the model.
+        """
         if not 0 <= rank < self.world_size:
             raise PiperPlanError(f"rank {rank} is outside the world of {self.world_size} ranks")
-        return Program(rank_program=self.programs[rank])
+        if device not in (None, "cpu", "cuda"):
+            raise PiperPlanError(f"a program for device {device!r}: choose 'cpu' or 'cuda'")
+        if device == "cpu" or (device is None and not self.on_cuda):
+            return Program(rank_program=self.programs[rank])
+        found = on_streams(self.launched[rank], self.chunks)
+        return Program(rank_program=found.program, on_streams=found)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the model is on CUDA, where programs run on streams."""
+        return on_cuda(self.args)
+
+    @property
+    def launched(self) -> Sequence[RankProgram]:
+        """The programs in the order in which devices start what ranks do together."""
+        return self.programs if self.on_cuda else launched(self.programs, self.chunks)
 
     @property
     def distinct(self) -> Sequence[RankProgram]:
@@ -181,6 +197,8 @@ class Plan:
             self.programs.verify(self.meaning)
         else:
             verify(self.programs, self.meaning, replicas_of(self.groups))
+        if self.on_cuda:
+            prove_on_streams(self.distinct, self.chunks)
 
     def simulate(self, costs: Costs | Profile | None = None) -> Simulation:
         """The step on an ideal machine with the given costs, or on a measured one.
@@ -291,6 +309,8 @@ class Plan:
     def communicators(self) -> list[Group]:
         """What ranks must create before the first step, in one order."""
         found = {i.communicator for p in self.distinct for i in p.instrs if i.group}
+        if self.on_cuda:
+            found |= pairs_of(self.distinct, self.groups)
         for (_, devices), layout in self.dag.layouts.items():
             groups = layout.groups
             found.update((STATE, ranks) for ranks in (devices, *groups, *copy_groups(groups)))
@@ -524,6 +544,7 @@ def make_plan(  # noqa: PLR0913
     meaning = as_placed(meaning, dag)
     if dag.training and dag.loss is None:
         check_two_programs(dag, world_size)
+    dag.chunks.update(substitute(dag.chunks, strategy.kernels))
     order = schedule(dag, costs, template.halves)
     groups = tuple(sorted({task_of(node).devices for node in dag.tasks()}))
     programs = programs_of(
@@ -533,6 +554,7 @@ def make_plan(  # noqa: PLR0913
         groups,
         adding=compile_mode == "aten",
         alike=world_size >= MANY_RANKS if alike is None else alike,
+        starts_alike=on_cuda(template.args),
     )
     plan = Plan(
         strategy=strategy,

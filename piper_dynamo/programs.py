@@ -4,31 +4,63 @@ Signature: distributed DAG, task orders -> a program per rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import overload
 
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperPlanError, join_faults
 from piper_dynamo.ir.alike import are_alike, check_alike, part_of_job
+from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.graph import Dag, task_of
+from piper_dynamo.ir.joint import Arg
 from piper_dynamo.ir.meaning import Meaning
-from piper_dynamo.ir.program import RankProgram
+from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
+from piper_dynamo.ir.streams import StreamProgram
 from piper_dynamo.ir.task import Pass
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.apart import keep_apart
 from piper_dynamo.lowering.channels import drain_sends, number_messages, post_receives
+from piper_dynamo.lowering.emit import emit
+from piper_dynamo.lowering.emit_streams import emit_on_streams
+from piper_dynamo.lowering.happens_before import verify_streams
+from piper_dynamo.lowering.launches import in_launch_order
 from piper_dynamo.lowering.lower import finish, lower
 from piper_dynamo.lowering.memory import free_dead, peak_bytes
 from piper_dynamo.lowering.schedule import schedule
+from piper_dynamo.lowering.streams import on_streams
 from piper_dynamo.lowering.sums import add_in_chunks
 from piper_dynamo.passes.gather import Gather
 from piper_dynamo.passes.pipeline import run_passes
+from piper_dynamo.runtime.nccl import PAIR
 
 Devices = tuple[int, ...]
 Order = Mapping[Devices, list[Node]]
 NUM_PASSES = 10  # of the table in docs/how-it-works.md; the last one, Gather, is run here
 LEAST_ALIKE = 3  # replicas: two are proved
+
+
+@dataclass(slots=True, kw_only=True)
+class Program:
+    """One rank's program, printed as the Python that runs.
+
+    Attributes:
+        rank_program: The program.
+        on_streams: The same with its streams, where it is asked for as CUDA runs it.
+    """
+
+    rank_program: RankProgram
+    on_streams: StreamProgram | None = None
+
+    @property
+    def instrs(self) -> tuple[Instr, ...]:
+        """The instructions, in host order."""
+        return self.rank_program.instrs
+
+    def __str__(self) -> str:
+        if self.on_streams is not None:
+            return emit_on_streams(self.on_streams).source
+        return emit(self.rank_program).source
 
 
 class AlikePrograms(Sequence[RankProgram]):
@@ -48,6 +80,17 @@ class AlikePrograms(Sequence[RankProgram]):
         if place not in self._replicas:
             self._replicas[place] = {program.rank: program for program in self._lower(place)}
         return tuple(self._replicas[place].values())
+
+    def launched(self, chunks: Mapping[str, Chunk]) -> "AlikePrograms":
+        """The same in launch order: replicas that are alike have it alike."""
+
+        def replica(place: int) -> tuple[RankProgram, ...]:
+            found = {program.rank: program for program in self.replica(place)}
+            # In the order of groups: the numbers of ranks must not say which of two comes first.
+            by_group = [found[devices[place]] for devices in self._groups]
+            return tuple(sorted(launched(by_group, chunks), key=lambda program: program.rank))
+
+        return AlikePrograms(self._groups, replica)
 
     def verify(self, meaning: Meaning) -> None:
         """Prove the whole job by two of its replicas; see `ir/alike.py`.
@@ -84,6 +127,47 @@ class AlikePrograms(Sequence[RankProgram]):
         return (self[rank] for rank in range(len(self)))
 
 
+def launched(programs: Sequence[RankProgram], chunks: Mapping[str, Chunk]) -> Sequence[RankProgram]:
+    """The programs of all ranks in launch order (`lowering/launches.py`), with its peaks."""
+    if isinstance(programs, AlikePrograms):
+        return programs.launched(chunks)
+    ordered = in_launch_order(programs)
+    return tuple(replace(one, peak_bytes=peak_bytes(one, chunks)) for one in ordered)
+
+
+def on_cuda(args: Sequence[Arg]) -> bool:
+    """Whether a call's arguments are on CUDA, where programs run on streams."""
+    return any(arg.spec is not None and arg.spec.device.startswith("cuda") for arg in args)
+
+
+def prove_on_streams(programs: Sequence[RankProgram], chunks: Mapping[str, Chunk]) -> None:
+    """Prove programs in launch order free of races on the streams they get.
+
+    Raises:
+        PiperPlanError: Lists every fault.
+    """
+    verify_streams([on_streams(program, chunks) for program in programs], chunks)
+
+
+def pairs_of(programs: Sequence[RankProgram], groups: Sequence[Devices]) -> set[Group]:
+    """A communicator for each direction in which any replica's ranks send.
+
+    Args:
+        programs: Those of all ranks, or of a replica that the others are like.
+        groups: The device groups.
+    """
+    group = {rank: devices for devices in groups for rank in devices}
+    known = {program.rank for program in programs}
+    found: set[Group] = set()
+    for program in programs:
+        for peer in {i.peer for i in program.instrs if i.op is Op.SEND}:
+            pairs = [(program.rank, peer)]
+            if len(known) < len(group):  # messages of replicas that are alike stay in their places
+                pairs = list(zip(group[program.rank], group[peer], strict=True))
+            found.update((PAIR, pair) for pair in pairs)
+    return found
+
+
 def programs_of(
     dag: Dag,
     world_size: int,
@@ -92,6 +176,7 @@ def programs_of(
     *,
     adding: bool,
     alike: bool,
+    starts_alike: bool = False,
 ) -> Sequence[RankProgram]:
     """Lower a distributed DAG to every rank's program.
 
@@ -102,11 +187,14 @@ def programs_of(
         groups: The device groups.
         adding: Whether chunks may add gradients to their sums.
         alike: Lower one replica at a time, if replicas are alike.
+        starts_alike: In launch order, as devices with streams need it.
     """
     if not alike or len(groups[0]) < LEAST_ALIKE or not are_alike(dag, groups):
-        return lower_all(dag, world_size, order, adding=adding)
+        found: Sequence[RankProgram] = lower_all(dag, world_size, order, adding=adding)
+        return launched(found, dag.chunks) if starts_alike else found
     order = _gathered(dag, order)
-    return AlikePrograms(groups, lambda place: _lower(dag, world_size, order, adding, place))
+    made = AlikePrograms(groups, lambda place: _lower(dag, world_size, order, adding, place))
+    return launched(made, dag.chunks) if starts_alike else made
 
 
 def lower_all(

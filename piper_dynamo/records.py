@@ -6,6 +6,7 @@ Signature: strategy -> cuts, capacities, replications, shardings.
 from piper_dynamo.budgets import budgets_of
 from piper_dynamo.filters import Filter
 from piper_dynamo.moe.capacity import Capacity
+from piper_dynamo.options import FUSED
 from piper_dynamo.passes.capacity import Bound
 from piper_dynamo.passes.pieces import Cuts
 from piper_dynamo.passes.replicate import Replication
@@ -25,7 +26,7 @@ def cuts_of(strategy: Strategy, compile_mode: str) -> Cuts:
         if one.bucket_mb is not None
     )
     again = tuple(one.filter for one in budgets_of(strategy) if one.budget < 1)
-    return Cuts(buckets=buckets, blocks=(Filter({}),) if compile_mode == "inductor" else again)
+    return Cuts(buckets=buckets, blocks=(Filter({}),) if compile_mode in FUSED else again)
 
 
 def replications(strategy: Strategy) -> list[Replication]:

@@ -32,6 +32,7 @@ from piper_dynamo.loss_weights import loss_weights
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.lowering.sums import passing
+from piper_dynamo.on_device import recorder_of, streams_of
 from piper_dynamo.options import Options
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import Plan
@@ -229,6 +230,8 @@ class CompiledStep(CapturedStep):
                     comm,
                     seconds,
                     looks=self._options.nan_check is not None and plan.dag.training,
+                    streams=streams_of(plan, comm, values, self._options),
+                    record=recorder_of(plan, comm, self._options),
                 ),
                 is_random=any(i.seed is not None for p in plan.distinct for i in p.instrs),
                 announcement=announcement(
@@ -364,7 +367,8 @@ class CompiledStep(CapturedStep):
         numbers = loss_weights(plan, values, entry.executor.comm, needed=bool(names))
         index = {f"weight_{i}": i for i in range(len(numbers))} | {"weight": 0}
         weights = [numbers[index[name]] * scale for name in names]
-        return [torch.tensor(w, dtype=spec.dtype, device=spec.device) for w in weights], scale
+        # Not torch.tensor, which copies from the host, and on CUDA waits for that.
+        return [torch.full((), w, dtype=spec.dtype, device=spec.device) for w in weights], scale
 
     def _is_good(self, entry: Entry, state: StepState, results: StepResults) -> bool:
         """Whether a step's gradients are to be handed over; all ranks find the same.

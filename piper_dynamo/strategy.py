@@ -22,14 +22,17 @@ from piper_dynamo.directives import (
     Shard,
     Split,
 )
+from piper_dynamo.errors import PiperStrategyError
 from piper_dynamo.filters import Filter
 from piper_dynamo.ir.task import is_tag_name
 from piper_dynamo.mesh import Mesh
+from piper_dynamo.user_kernels import Kernel, checked
 from piper_dynamo.values import Faults, FrozenMap, code, is_whole, user_line
 
 __all__ = [
     "Directive",
     "Filter",
+    "Kernel",
     "Mesh",
     "Order",
     "Place",
@@ -58,12 +61,14 @@ class Strategy:
         loss: Which output is the loss: key, path ("losses.total" or ("losses", 0)) or index; None:
             the only differentiable scalar.
         regions: Tags by module path, as fnmatch patterns: {"layers.[0-3]": {"PP": 0}}.
+        kernels: Functions in the place of operators that compute the same, wherever these are.
     """
 
     directives: tuple[Directive, ...]
     mesh: Mesh | None
     loss: "LossPath | None"
     regions: FrozenMap[str, RegionTags] | None
+    kernels: tuple[Kernel, ...]
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class Strategy:
         mesh: Mesh | None = None,
         loss: LossPath | list[str | int] | None = None,
         regions: Mapping[str, Mapping[str, int]] | None = None,
+        kernels: Sequence[Kernel] | None = None,
     ) -> None:
         """Check and store.
 
@@ -94,11 +100,13 @@ class Strategy:
                 "loss", loss, "must be a key, an index of at least 0, a path of these, or None"
             )
         tagged = _regions(regions, faults)
+        substitutes = checked(kernels, faults)
         faults.check()
         object.__setattr__(self, "directives", directives)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "loss", path)
         object.__setattr__(self, "regions", tagged)
+        object.__setattr__(self, "kernels", substitutes)
 
     def __repr__(self) -> str:
         parts = [repr(directive) for directive in self.directives]
@@ -106,6 +114,8 @@ class Strategy:
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name}={code(value)}")
+        if self.kernels:
+            parts.append(f"kernels={list(self.kernels)!r}")
         if not parts:
             return "piper.Strategy()"
         body = ",\n".join(parts).replace("\n", "\n    ")
@@ -121,6 +131,11 @@ class Strategy:
         Raises:
             PiperStrategyError: The strategy holds a function.
         """
+        if self.kernels:
+            raise PiperStrategyError(
+                f"{self.kernels[0]!r} at {self.kernels[0].where} cannot be written as JSON: it is "
+                "functions\n  hint  keep the strategy as Python"
+            )
         return strategy_json.dump(
             strategy_json.Parts(self.directives, self.mesh, self.loss, self.regions)
         )

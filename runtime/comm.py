@@ -22,7 +22,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import blocks
 from piper_dynamo.errors import PiperTimeoutError, format_error
 from piper_dynamo.ir.program import EXCHANGES, Group, Op, copy_groups
-from piper_dynamo.runtime import waiting
+from piper_dynamo.runtime import nccl, waiting
 from piper_dynamo.runtime.alarm import Alarm, Report
 from piper_dynamo.runtime.exchange import pack
 from piper_dynamo.runtime.faults import damaged
@@ -179,7 +179,7 @@ class TorchCommunicator:
         self.store = Store(compat.default_store())
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         self._isend: Callable[..., Any] = dist.isend
-        self._groups: dict[Group, Any] = {}
+        self.groups: dict[Group, Any] = {}
         self._meshes: dict[Any, Any] = {}
         self._pairwise: Counter[Group] = Counter()  # collectives made of messages, so far
         self._alarm = Alarm(self.store, self.job, self.rank, self.world_size)
@@ -202,10 +202,11 @@ class TorchCommunicator:
     def wait(self, handle: Any) -> Tensor:
         """See `Communicator`."""
         work, value = handle
-        self._finish(work)
+        self.finish(work)
         return value  # type: ignore[no-any-return]
 
-    def _finish(self, work: Any) -> None:
+    def finish(self, work: Any) -> None:
+        """Wait for something started, within the deadline."""
         try:
             work.wait(timedelta(seconds=min(self.timeout_s, FOREVER_S)))
         except RuntimeError as error:
@@ -222,7 +223,7 @@ class TorchCommunicator:
     def drain(self, target: int, message: int) -> None:
         """See `Communicator`."""
         work, _ = self._sending.pop((target, message))
-        self._finish(work)
+        self.finish(work)
 
     def damage_next(self) -> None:
         """See `Communicator`."""
@@ -238,7 +239,7 @@ class TorchCommunicator:
         self, op: Op, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
     ) -> Any:
         """See `Communicator`."""
-        members = self._groups[group]
+        members = self.groups[group]
         if op in EXCHANGES:
             parcel = pack(op, values, len(group[1]))
             room = parcel.empty_receive_buffer()
@@ -257,7 +258,7 @@ class TorchCommunicator:
         self, op: Op, value: Tensor, group: Group, like: Any, works: list[Any]
     ) -> Callable[[], Tensor]:
         """What gives the result once all that is added to `works` is done."""
-        members, size = self._groups[group], len(group[1])
+        members, size = self.groups[group], len(group[1])
         if not value.numel():
             result = value.new_zeros(like.shape)
         elif op is Op.ALL_REDUCE:
@@ -297,7 +298,7 @@ class TorchCommunicator:
         gloo gathers into memory of its own and copies from there, and scatters what it has reduced
         whole; messages move each value once, straight to where it is wanted.
         """
-        members, tag = self._groups[group], self._pairwise[group]
+        members, tag = self.groups[group], self._pairwise[group]
         self._pairwise[group] = (tag + 1) % MOST_TAGS
         others = [place for place, rank in enumerate(group[1]) if rank != self.rank]
         works += [dist.isend(sent[i], group[1][i], group=members, tag=tag) for i in others]
@@ -307,14 +308,17 @@ class TorchCommunicator:
         """See `Communicator`."""
         works, results = handle
         for work in works:
-            self._finish(work)
+            self.finish(work)
         return results()  # type: ignore[no-any-return]
 
     def prepare_groups(self, groups: Sequence[Group]) -> None:
         """Create communicators; every rank calls this with the same groups in the same order."""
-        for group in groups:
-            if group not in self._groups:
-                self._groups[group] = dist.new_group(list(group[1]))
+        new = [group for group in groups if group not in self.groups]
+        for group in new:
+            self.groups[group] = dist.new_group(list(group[1]))
+        device = nccl.bound_device(self.group)
+        if device is not None:
+            nccl.connect([(group, self.groups[group]) for group in new], self.rank, device)
 
     def reduce_now(self, value: Tensor) -> Tensor:
         """See `Communicator`."""
@@ -323,7 +327,7 @@ class TorchCommunicator:
         text = "waits for all ranks to add up a value beside a step"
         with waiting.expecting(text, *others):
             try:
-                self._finish(dist.all_reduce(result, async_op=True))
+                self.finish(dist.all_reduce(result, async_op=True))
             except PiperTimeoutError as error:
                 report = self.ask(At(text=text, peers=others, seconds=self.timeout_s))
                 title = f"rank {self.rank} has waited {self.timeout_s:g} s for all ranks to add up"
@@ -368,7 +372,7 @@ class TorchCommunicator:
         key = (tuple(groups), device)
         if key not in self._meshes:
             mine = [g for g in (*copy_groups(key[0]), *groups) if self.rank in g]
-            found = [self._groups[STATE, group] for group in mine]
+            found = [self.groups[STATE, group] for group in mine]
             self._meshes[key] = compat.mesh_of(groups, self.rank, device, found)
         return self._meshes[key]
 

@@ -111,13 +111,56 @@ def _taken(rows: Tensor, order: Tensor | None) -> Tensor:
 
 def _splits(asked: Tensor, arrived: Tensor) -> Splits:
     """From the rows of each [rank, expert] that this rank sends, and those that come to it."""
-    # Read at once: on an accelerator each reading waits for it.
-    sent, received = torch.stack([asked.sum(1), arrived.sum(1)]).tolist()
-    by_expert = by_rank = None
-    if arrived.shape[1] > 1:
+    counted = count_rows(asked, arrived)
+    sent, received = counted.numbers()
+    by_expert, by_rank = counted.orders(sum(received)) if counted.is_sorted else (None, None)
+    return Splits(sent=sent, received=received, by_expert=by_expert, by_rank=by_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Rows counted, whose numbers the host asks for.
+
+    Attributes:
+        totals: Rows sent to and received from each rank, [2, ranks].
+        arrived: Rows that come from each rank to each expert here, [ranks, experts].
+    """
+
+    totals: Tensor
+    arrived: Tensor
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether what comes is sorted again: there are several experts here."""
+        return self.arrived.shape[1] > 1
+
+    def numbers(self) -> tuple[list[int], list[int]]:
+        """Rows sent to and received from each rank; `totals` are there."""
+        sent, received = self.totals.tolist()
+        return sent, received
+
+    def orders(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Which of the rows as they arrive is each row as experts take them, and the way back."""
+        arrived = self.arrived
         expert = torch.arange(arrived.shape[1], device=arrived.device).repeat(arrived.shape[0])
-        expert = expert.repeat_interleave(arrived.reshape(-1), output_size=sum(received))
+        expert = expert.repeat_interleave(arrived.reshape(-1), output_size=rows)
         by_expert = expert.argsort(stable=True)
         by_rank = torch.empty_like(by_expert)
         by_rank[by_expert] = torch.arange(by_expert.shape[0], device=by_expert.device)
-    return Splits(sent=sent, received=received, by_expert=by_expert, by_rank=by_rank)
+        return by_expert, by_rank
+
+
+def count_rows(asked: Tensor, arrived: Tensor, *, early: bool = False) -> Counted:
+    """Count the rows of each [rank, expert] that this rank sends, and those that come to it.
+
+    Args:
+        asked: What is sent.
+        arrived: What comes.
+        early: Start to copy the numbers to the host, which will wait before it reads them. Else
+            reading waits: at once for all, since on an accelerator each reading does.
+    """
+    totals = torch.stack([asked.sum(1), arrived.sum(1)])
+    if early and totals.is_cuda:
+        here = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+        totals = here.copy_(totals, non_blocking=True)
+    return Counted(totals=totals, arrived=arrived)

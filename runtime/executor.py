@@ -40,6 +40,7 @@ from piper_dynamo.ir.program import (
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.failure import is_lost
 from piper_dynamo.runtime.faults import Fault, faults_of, happen, place_of, spoiled
+from piper_dynamo.runtime.graphs import Recorder, StepGraph
 from piper_dynamo.runtime.waiting import At, Place, Running, watched
 
 # A sleep ends up to so much late; the rest is spun, briefly, since cores may be shared.
@@ -145,8 +146,13 @@ class Runtime:
         self.looks: list[tuple[int, int, Tensor]] = []
         self.probe: Probe | None = None
         self.faults: dict[int, Fault] = {}
+        self._ranges: list[Any] = []
         self._finish_s = 0.0
-        self.post = comm.post
+        self.connect(comm)
+
+    def connect(self, comm: Communicator) -> None:
+        """Let programs call the communicator."""
+        self.post: Callable[..., Any] = comm.post
         self.wait = comm.wait
         self.wait_all = comm.wait_all
         self.drain = comm.drain
@@ -154,6 +160,35 @@ class Runtime:
         # rt.all_gather([values], group, [likes]) and so on start a collective and give its handle.
         for op in COLLECTIVES:
             setattr(self, op.value, functools.partial(comm.start_collective, op))
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def given(self, values: Sequence[Tensor]) -> Sequence[Any]:
+        """The caller's values as programs take them."""
+        return values
+
+    def taken(self, results: Any) -> Any:
+        """What a program returned as the caller takes it."""
+        return results
+
+    def bind(self, chunk: BoundChunk) -> Callable[..., Sequence[Any]]:
+        """A chunk as programs call it."""
+        return call_chunk(chunk)
+
+    def open(self, name: str) -> None:
+        """An instruction begins that profilers know by this name."""
+        self._ranges.append(torch.autograd.profiler.record_function(name))
+        self._ranges[-1].__enter__()
+
+    def close(self) -> None:
+        """It has been issued, and if it waits, it has ended."""
+        self._ranges.pop().__exit__(None, None, None)
+
+    def close_all(self) -> None:
+        """The program has ended, or failed inside of something that was begun."""
+        while self._ranges:
+            self.close()
 
     def slice(self, batch: Tensor, dim: int | None, part: int, parts: int) -> Tensor:
         """One microbatch of an input, contiguous; of a stack where `dim` is None."""
@@ -225,6 +260,10 @@ class Runtime:
         """Instruction `index` has been issued (and, if it waits, has finished)."""
         self.marks.append((index, time.perf_counter()))
 
+    def times(self) -> list[tuple[int, float]]:
+        """When each marked instruction ended, in seconds."""
+        return self.marks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResults:
@@ -250,14 +289,28 @@ class Executor:
         emit: Callable[[Watch], Code],
         chunks: Mapping[str, BoundChunk],
         comm: Communicator,
+        runtime: Runtime | None = None,
+        *,
+        record: Recorder | None = None,
     ) -> None:
+        """Make a program ready.
+
+        Args:
+            program: What runs.
+            emit: Its code.
+            chunks: What it calls.
+            comm: The way to the others.
+            runtime: What the code calls, where that is not written for the host.
+            record: Records steps, which are then replayed; None: each is issued anew.
+        """
         self.program = program
         self.comm = comm
         self._emit = emit
-        self._runtime = Runtime(comm)
-        self._chunks = {name: call_chunk(chunk) for name, chunk in chunks.items()}
+        self._runtime = runtime if runtime is not None else Runtime(comm)
+        self._chunks = {name: self._runtime.bind(chunk) for name, chunk in chunks.items()}
         self._steps = {UNWATCHED: self._load(UNWATCHED)}
         self._faults = faults_of(program.rank, program.world_size)
+        self._graph = StepGraph(self._plainly, record) if record is not None else None
         self._random = any(i.seed is not None for i in program.instrs)
 
     def _load(self, watch: Watch) -> Callable[..., Any]:
@@ -375,12 +428,18 @@ class Executor:
             watch = replace(watch, named=True)
         if self._faults:
             watch = self._failing(watch)
+        if self._graph is not None and watch == UNWATCHED and probe is None:
+            loss, outputs, grads, buffers = self._graph(state, data, weights)
+            return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
+        if compat.is_profiling():
+            watch = replace(watch, ranged=True)
         if watch not in self._steps:
             self._steps[watch] = self._load(watch)
         step = self._steps[watch]
+        runtime.begin_step()
         if watch.timed:
             runtime.mark(-1)
-        arguments = (runtime, state, data, weights)
+        arguments = (runtime, *map(runtime.given, (state, data, weights)))
         if not self.program.tangents:
             loss, outputs, grads, buffers = self._run_part(runtime, step, *arguments)
             return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
@@ -409,6 +468,13 @@ class Executor:
                     faults[index] = fault
         return replace(watch, faults=frozenset(faults)) if faults else watch
 
+    def _plainly(self, *given: Sequence[Tensor]) -> Any:
+        """The step that is recorded."""
+        runtime = self._runtime
+        runtime.begin_step()
+        arguments = (runtime, *map(runtime.given, given))
+        return self._run_part(runtime, self._steps[UNWATCHED], *arguments)
+
     def _run_part(self, runtime: Runtime, call: Callable[..., Any], *args: Any) -> Any:
         """Run a program, or the part up to where it waits for gradients or from there on.
 
@@ -417,8 +483,9 @@ class Executor:
         generators = runtime.generators if self._random else []
         before = [generator.get_state() for generator in generators]
         try:
-            return call(*args)
+            return runtime.taken(call(*args))
         finally:
+            runtime.close_all()
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
             self.comm.end_step()
@@ -436,7 +503,7 @@ class Executor:
     @property
     def marks(self) -> Sequence[tuple[int, float]]:
         """Instruction and end time in seconds of the last timed step; -1 is its start."""
-        return tuple(self._runtime.marks)
+        return tuple(self._runtime.times())
 
 
 def _waiting_for(rank: int, instr: Instr) -> str:

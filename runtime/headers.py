@@ -160,7 +160,7 @@ class CheckedCommunicator(TorchCommunicator):
     def end_step(self) -> None:
         """See `Communicator`."""
         for work, _ in self._sending.values():
-            self._finish(work)
+            self.finish(work)
         self._sending.clear()
         self._given.clear()
         self._task = OUTSIDE
@@ -218,7 +218,7 @@ class CheckedCommunicator(TorchCommunicator):
 
     def _finish_all(self, works: Sequence[Any]) -> None:
         for work in works:
-            self._finish(work)
+            self.finish(work)
 
     def _compare(
         self, mine: Mapping[str, Any], theirs: Mapping[str, Any], place: int, at: int, rank: int

@@ -25,6 +25,7 @@ from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
 from piper_dynamo.runtime import local
 from piper_dynamo.runtime.comm import FOREVER_S, Communicator, TorchCommunicator, ended
 from piper_dynamo.runtime.headers import CheckedCommunicator, is_asked_for
+from piper_dynamo.runtime.nccl import start_group
 
 ENGINES = ("local", "torchrun", "inprocess")
 MEETING_S = 60.0
@@ -57,7 +58,7 @@ def _join_torchrun(timeout_s: float) -> None:
     """Ranks that torchrun started find each other, whether the script asks for it or not."""
     started = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     if started and dist.is_available() and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=_meeting_time(timeout_s))
+        start_group(_meeting_time(timeout_s))
 
 
 def _meeting_time(timeout_s: float) -> timedelta:
@@ -129,7 +130,7 @@ def _join(fn: Callable[[], Any], ranks: int, timeout_s: float) -> Any:
         )
     started = not dist.is_initialized()
     if started:
-        dist.init_process_group("gloo", timeout=_meeting_time(timeout_s))
+        start_group(_meeting_time(timeout_s))
     try:
         value = fn()
         _leave(is_last=started)  # else the script may go on
@@ -197,9 +198,7 @@ def _body(
     # Ranks share the cores: one compute thread each unless the user says otherwise.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        dist.init_process_group(
-            "gloo", rank=rank_, world_size=ranks, timeout=_meeting_time(timeout_s)
-        )
+        start_group(_meeting_time(timeout_s), rank=rank_, world_size=ranks)
         value = fn()
         _leave(is_last=True)
         dist.barrier()

@@ -51,6 +51,7 @@ class LocalWorld:
         self.sent: dict[tuple[int, int, int], int] = {}
         self.meetings: dict[tuple[Any, ...], dict[int, list[Tensor]]] = {}
         self.left: dict[tuple[Any, ...], int] = {}
+        self.desk: dict[Any, Any] = {}  # what ranks on streams leave for one another
         self.store: dict[str, str] = {}
         self.failure: tuple[int, BaseException] | None = None
         self._turns = [_Turn() for _ in range(world_size)]
@@ -196,7 +197,7 @@ class LocalCommunicator:
         if not value.is_contiguous():
             raise PiperRuntimeError(f"message {message} to rank {target} is not contiguous")
         key = (self.rank, target, message)
-        sent = damaged(value) if self._damages else value.detach().clone()
+        sent = damaged(value) if self._damages else _left([value])[0]
         self._damages = False
         self.world.channels.setdefault(key, deque()).append(sent)
         self.world.sent[key] = self.world.sent.get(key, 0) + 1
@@ -226,7 +227,7 @@ class LocalCommunicator:
         if op in EXCHANGES:
             parcel = pack(op, values, len(group[1]))
             mine, sent = [parcel], list(torch.split(parcel.value, parcel.sent))
-        self.world.meetings.setdefault(key, {})[self.rank] = [v.detach().clone() for v in sent]
+        self.world.meetings.setdefault(key, {})[self.rank] = _left(sent)
         return key, op, mine, list(likes)
 
     def wait_all(self, handle: Any) -> list[Tensor]:
@@ -245,7 +246,7 @@ class LocalCommunicator:
             results: list[Any] = mine[0].unpack(_arrived(parts, members, place, mine[0]))
         else:
             results = [
-                _collective(op, [parts[m][i] for m in members], place, like)
+                combine(op, [parts[m][i] for m in members], place, like)
                 for i, like in enumerate(likes)
             ]
         self.world.left[key] = self.world.left.get(key, 0) + 1
@@ -311,6 +312,14 @@ class LocalCommunicator:
         """See `Communicator`."""
 
 
+def _left(values: Sequence[Tensor]) -> list[Tensor]:
+    """Copies that other ranks find made, whichever streams they are on."""
+    found = [value.detach().clone() for value in values]
+    if any(value.is_cuda for value in found):
+        torch.cuda.current_stream().synchronize()
+    return found
+
+
 def _arrived(
     parts: dict[int, list[Tensor]], members: Sequence[int], place: int, parcel: Parcel
 ) -> Tensor:
@@ -322,7 +331,8 @@ def _arrived(
     return torch.cat(come)
 
 
-def _collective(op: Op, parts: list[Tensor], place: int, like: Any) -> Tensor:
+def combine(op: Op, parts: list[Tensor], place: int, like: Any) -> Tensor:
+    """What a collective gives the member at this place, of the size of `like`."""
     if op is Op.ALL_GATHER:
         result = torch.cat(parts).narrow(0, 0, like.shape[0])
     elif op is Op.ALL_TO_ALL:

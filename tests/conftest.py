@@ -21,6 +21,9 @@ if _OWN_CACHE is not None:
 
 import torch  # noqa: E402  (reads OMP_NUM_THREADS when it is imported)
 
+from piper_dynamo.lowering.launches import in_launch_order  # noqa: E402
+from piper_dynamo.planning import Plan  # noqa: E402
+from piper_dynamo.programs import prove_on_streams  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 torch.set_num_threads(1)
@@ -45,6 +48,25 @@ def seeds() -> int:
     random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+MOST_INSTRS = 4000  # of a plan that is proved twice
+
+
+@pytest.fixture(scope="session", autouse=True)
+def proved_on_streams() -> Iterator[None]:
+    """Every plan that is proved in a test is also proved as CUDA would run it."""
+    proves = Plan.verify
+
+    def both(plan: Plan) -> None:
+        proves(plan)
+        small = isinstance(plan.programs, tuple)  # not lowered replica by replica
+        if small and sum(len(program.instrs) for program in plan.programs) <= MOST_INSTRS:
+            prove_on_streams(in_launch_order(plan.programs), plan.chunks)
+
+    Plan.verify = both  # type: ignore[method-assign]
+    yield
+    Plan.verify = proves  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session")

@@ -27,10 +27,10 @@ from piper_dynamo.costs import Costs
 from piper_dynamo.ir.program import Op
 from piper_dynamo.lowering.memory import bytes_over_time
 from piper_dynamo.planning import Plan
-from tests import trial
+from tests import on_streams, trial
 from tests.drawing import drawn_jobs
 from tests.drawn import Job
-from tests.mutants import judge, mutants
+from tests.mutants import judge, mutants, run
 
 MOST_RANKS = 6  # of a job that is trained: each is a thread that captures and compiles
 
@@ -41,6 +41,7 @@ class Tally:
 
     plans: int = 0
     trained: int = 0
+    on_streams: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     equal: Counter[str] = field(default_factory=Counter)
     last: str = ""
@@ -48,7 +49,7 @@ class Tally:
     def __str__(self) -> str:
         refused, equal = sum(self.refused.values()), sum(self.equal.values())
         return (
-            f"{self.plans} plans, {self.trained} of them trained; "
+            f"{self.plans} plans, {self.on_streams} run on streams, {self.trained} trained; "
             f"{refused + equal} mutants: {refused} refused, {equal} that mean the same"
         )
 
@@ -84,6 +85,21 @@ def check_mutants(job: Job, plan: Plan, count: int, draw: Random, tally: Tally) 
         tally.last = job.script(mutant.script(plan))
         refused = judge(plan, mutant)
         (tally.refused if refused else tally.equal)[mutant.kind] += 1
+
+
+def check_streams(job: Job, plan: Plan, draw: Random, tally: Tally) -> None:
+    """As CUDA would run it, the plan is proved, and gives the same numbers whatever the timing."""
+    seed = draw.randrange(10**6)
+    tally.last = job.script(
+        "from tests import mutants, on_streams\n"
+        "programs = on_streams.proved(plan)\n"
+        f"have = on_streams.run(plan, programs, {seed})\n"
+        "assert on_streams.are_equal(have, mutants.run(plan, plan.programs))"
+    )
+    programs = on_streams.proved(plan)
+    want = run(plan, plan.programs)
+    assert on_streams.are_equal(on_streams.run(plan, programs, seed), want), "other numbers"
+    tally.on_streams += 1
 
 
 def check_training(job: Job, tally: Tally) -> None:
@@ -126,6 +142,7 @@ def fuzz(
         try:
             plan = check_plan(job, tally)
             check_mutants(job, plan, mutations, Random(number), tally)
+            check_streams(job, plan, Random(number), tally)
             if train_every and number % train_every == 0:
                 check_training(job, tally)
         except Exception as error:

@@ -22,13 +22,17 @@ from piper_dynamo.ir.program import (
     COLLECTIVES,
     REDUCTIONS,
     ROW_EXCHANGES,
+    UNWATCHED,
     Instr,
     Op,
     RankProgram,
+    Watch,
 )
 from piper_dynamo.ir.verify import verify
-from piper_dynamo.lowering.chunks import compile_chunks
+from piper_dynamo.lowering.chunks import ChunkFn, compile_chunks
 from piper_dynamo.planning import Plan
+from piper_dynamo.runtime.comm import Communicator
+from piper_dynamo.runtime.executor import Executor
 from piper_dynamo.runtime.local import LocalWorld, current
 
 Programs = Sequence[RankProgram]
@@ -140,34 +144,55 @@ def judge(plan: Plan, mutant: Mutant) -> bool:
 # Running programs that are no plan's.
 
 
-def run(plan: Plan, programs: Programs) -> list[list[Tensor]]:
-    """What each rank ends with on made-up parameters and data."""
-    chunks = plan.chunks
-    functions = compile_chunks(dict(chunks), "aten")
-    whole = _values(plan)
-    parts = replicas_of(plan.groups)
-    count = len(set(parts.values()))
+def run(
+    plan: Plan, programs: Programs, executor: Callable[..., Executor] = executor_of
+) -> list[list[Tensor]]:
+    """What each rank ends with on made-up parameters and data.
+
+    Args:
+        plan: Whose chunks these are.
+        programs: Of all ranks.
+        executor: Makes what runs a program, of that, its bound chunks and the rank's communicator.
+    """
+    functions = compile_chunks(dict(plan.chunks), "aten")
 
     def body() -> list[Tensor]:
         comm = current()
         assert comm is not None
-        program = programs[comm.rank]
-        executor = executor_of(program, bind(program, chunks, functions), comm)
-        state = [_held(program, whole[position], position) for _, position in program.state]
-        data = [
-            whole[position].chunk(count, plan.dims[position])[parts[comm.rank]].contiguous()
-            if position in plan.dims
-            else whole[position]
-            for _, position in program.data
-        ]
-        weights = [torch.tensor(0.5 + k, dtype=torch.float64) for k in range(len(program.weights))]
-        results = executor.run(
-            [value.clone() for value in state], [value.clone() for value in data], weights
-        )
-        found = [results.loss] if results.loss is not None else []
-        return [*found, *results.outputs, *results.grads, *results.buffers]
+        return run_rank(plan, programs[comm.rank], functions, comm, executor)
 
     return LocalWorld(plan.world_size).run(body)
+
+
+def run_rank(
+    plan: Plan,
+    program: RankProgram,
+    functions: Mapping[str, ChunkFn],
+    comm: Communicator,
+    executor: Callable[..., Executor],
+    watch: Watch = UNWATCHED,
+) -> list[Tensor]:
+    """What one rank ends with; see `run`."""
+    whole = _values(plan)
+    parts = replicas_of(plan.groups)
+    count = len(set(parts.values()))
+    running = executor(program, bind(program, plan.chunks, functions), comm)
+    state = [_held(program, whole[position], position) for _, position in program.state]
+    data = [
+        whole[position].chunk(count, plan.dims[position])[parts[comm.rank]].contiguous()
+        if position in plan.dims
+        else whole[position]
+        for _, position in program.data
+    ]
+    weights = [torch.tensor(0.5 + k, dtype=torch.float64) for k in range(len(program.weights))]
+    results = running.run(
+        [value.clone() for value in state],
+        [value.clone() for value in data],
+        weights,
+        watch=watch,
+    )
+    found = [results.loss] if results.loss is not None else []
+    return [*found, *results.outputs, *results.grads, *results.buffers]
 
 
 def _values(plan: Plan) -> dict[int, Tensor]:

@@ -301,6 +301,7 @@ class Watch:
         named: Say of which task each message and collective is (`runtime/headers.py`).
         faults: Indices of the instructions at which something fails on purpose
             (`runtime/faults.py`).
+        ranged: Show each instruction to profilers, by the name of its task.
     """
 
     timed: bool = False
@@ -308,6 +309,7 @@ class Watch:
     stops: frozenset[int] = frozenset()
     named: bool = False
     faults: frozenset[int] = frozenset()
+    ranged: bool = False
 
 
 UNWATCHED = Watch()
