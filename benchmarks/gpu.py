@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare checkout
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # a bare checkout
 
 import click
 import torch
@@ -252,7 +253,7 @@ def whole_step(bench: Bench) -> Iterator[Row]:
 
 def compiled(bench: Bench, microbatches: int, **options: Any) -> Any:
     """The measured model as a step of one rank."""
-    strategy = piper.Strategy(piper.Split({}, num_microbatches=microbatches), loss=0)
+    strategy = piper.Strategy(piper.Split({}, num_microbatches=microbatches))
     options = {"compile": bench.compile} | options
     torch._dynamo.reset()
     return piper.compile(bench.model(), strategy, bench.tokens(), **options)

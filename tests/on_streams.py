@@ -1,6 +1,6 @@
 """Plans on streams: their programs as CUDA would run them, on a device that is made up."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from piper_dynamo.lowering.happens_before import verify_streams
 from piper_dynamo.lowering.launches import in_launch_order
 from piper_dynamo.lowering.streams import on_streams
 from piper_dynamo.planning import Plan
-from piper_dynamo.runtime.device import HostDevice
+from piper_dynamo.runtime.device import Device, HostDevice
 from piper_dynamo.runtime.fake_device import FakeDevice, FakeMachine
 from piper_dynamo.runtime.local import LocalWorld, current
 from piper_dynamo.runtime.on_streams import meeting_of
 from tests import mutants
+
+Block = Callable[[Callable[[], bool], str], None]
 
 
 def lowered(plan: Plan) -> tuple[StreamProgram, ...]:
@@ -33,8 +35,20 @@ def proved(plan: Plan) -> tuple[StreamProgram, ...]:
     return found
 
 
-def run(plan: Plan, programs: Sequence[StreamProgram], seed: int | None) -> list[list[Tensor]]:
-    """What each rank ends with on a made-up device whose timing is drawn; None: all at once."""
+def run(
+    plan: Plan,
+    programs: Sequence[StreamProgram],
+    seed: int | None,
+    made: Callable[[Block], Device] | None = None,
+) -> list[list[Tensor]]:
+    """What each rank ends with on a made-up device whose timing is drawn.
+
+    Args:
+        plan: Whose chunks these are.
+        programs: Of all ranks.
+        seed: Of the draw; None: all runs at once, in the order of the host.
+        made: Makes another device, from what waits for other ranks.
+    """
     machine = FakeMachine(seed or 0)
     by_rank = {one.program.rank: one for one in programs}
 
@@ -42,7 +56,10 @@ def run(plan: Plan, programs: Sequence[StreamProgram], seed: int | None) -> list
         def block(ready, what):
             comm.world.block(comm.rank, ready, what)
 
-        device = HostDevice(block=block) if seed is None else FakeDevice(machine, block)
+        if made is not None:
+            device = made(block)
+        else:
+            device = HostDevice(block=block) if seed is None else FakeDevice(machine, block)
         streams = OnStreams(
             program=by_rank[program.rank], device=device, meeting=meeting_of(comm, device)
         )

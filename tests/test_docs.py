@@ -103,7 +103,8 @@ def make_targets() -> set[str]:
 def test_python_blocks_run(document: str, tmp_path: Path):
     # The document's own name, so that a traceback reads README.md:41. Processes that the script
     # starts import it again by that path.
-    path = tmp_path / Path(document).with_suffix(".py").name
+    # Not the bare name: cuda.py would be found in the place of a package that torch looks for.
+    path = tmp_path / f"{Path(document).stem}_md.py"
     path.write_text(script(read(document)), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     done = subprocess.run(

@@ -50,7 +50,11 @@ def plan_of(kind: str) -> Plan:
     return piper.plan(experts.Mixture(1), wanted, rows(8))
 
 
-KINDS = ("pipeline", "skips", "zero 0", "zero 1", "zero 2", "zero 3", "experts", "capacity")
+OTHERS = ("skips", "zero 0", "zero 1", "zero 2")
+KINDS = [
+    *("pipeline", "zero 3", "experts", "capacity"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS),
+]
 
 
 def refused(programs: tuple[StreamProgram, ...], plan: Plan) -> str:
@@ -80,7 +84,7 @@ def test_the_same_numbers_whatever_the_timing(kind: str):
     plan = plan_of(kind)
     programs = on_streams.proved(plan)
     want = mutants.run(plan, plan.programs)
-    for seed in (None, *range(4)):
+    for seed in (None, *range(3)):
         assert on_streams.are_equal(on_streams.run(plan, programs, seed), want), f"seed {seed}"
 
 
@@ -174,7 +178,7 @@ def test_every_wait_is_needed(kind: str):
     plan = plan_of(kind)
     programs = on_streams.proved(plan)
     count = 0
-    for rank in range(0, len(programs), 3):
+    for rank in range(0, len(programs), 3 if kind != "capacity" else 4):
         for at, step in enumerate(programs[rank].steps):
             for event in step.waits:
                 rest = tuple(e for e in step.waits if e != event)
@@ -284,11 +288,11 @@ def test_steps_that_are_left_out_are_refused():
 def test_events_and_buffers_serve_again():
     """As many as are needed at once, however many microbatches there are."""
     needed = {}
-    for microbatches in (4, 8, 16):
+    for microbatches in (8, 12):
         wanted = replicas.strategy(PAIRS, microbatches, "one_f_one_b", zero=3)
         programs = on_streams.proved(piper.plan(Stack4(), wanted, rows(microbatches)))
         needed[microbatches] = [(p.num_events, p.buffers) for p in programs]
-    assert needed[8] == needed[16]
+    assert needed[8] == needed[12]
 
 
 # The made-up device

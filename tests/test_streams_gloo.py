@@ -72,7 +72,12 @@ def on_gloo(kind: str) -> list[Tensor]:
     return first
 
 
-@pytest.mark.parametrize("kind", list(PLANS))
+SLOW = ("zero 0", "zero 1")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in PLANS]
+)
 def test_the_same_numbers_over_gloo(kind: str, pool: Pool):
     plan = PLANS[kind]()
     want = mutants.run(plan, plan.programs)
