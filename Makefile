@@ -24,7 +24,7 @@ CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help env train test test-slow test-torch test-models fuzz fuzz-train bench-pipeline \
-	bench-zero bench-experts bench-plan bench-predict bench-init bench-state \
+	bench-zero bench-experts bench-plan bench-predict bench-init bench-state bench-launch \
 	lint format docs clean
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo "make bench-predict   predicted step times beside measured ones (needs an idle machine)"
 	@echo "make bench-init   memory of building a model of a billion parameters under deferred_init"
 	@echo "make bench-state   what steps keep for the backward beside the plan; what saving costs"
+	@echo "make bench-launch   starting ranks by engine, steps under each, planning one of many ranks"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make format  rewrite the files as ruff wants them"
 	@echo "make docs    write docs/schedules.md and the documents' pictures again"
@@ -117,6 +118,9 @@ bench-init: $(READY)
 
 bench-state: $(READY)
 	$(PY) -m benchmarks.state $(ARGS)
+
+bench-launch: $(READY)
+	$(PY) -m benchmarks.launch $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check

@@ -50,6 +50,7 @@ setup(
         "torch>=2.11,<2.15",
         "numpy",
         "click",
+        "filelock",
         "matplotlib",
         "tqdm",
     ],
@@ -61,6 +62,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "ray",
             "ruff",
             "safetensors",
             "setuptools",  # torch imports it in places, and a test builds the wheel

@@ -33,7 +33,7 @@ from piper_dynamo.predict.measuring import (
     slowdown_of,
 )
 from piper_dynamo.predict.profile import Profile
-from piper_dynamo.runtime.launch import rank
+from piper_dynamo.runtime.world import rank
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.model import build
 

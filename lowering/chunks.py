@@ -3,15 +3,20 @@
 "max-autotune" is inductor with kernels chosen by measuring. A compiled chunk takes one list, which
 it empties, and returns its outputs in order. Equal chunks are compiled once per process;
 inductor's results are kept on disk under `PIPER_CACHE_DIR` (or inductor's own folder) by graph,
-shapes, settings and version of torch, and shared by all processes.
+shapes, settings and version of torch, and shared by all processes, of which one compiles a chunk
+at a time.
 """
 
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError
@@ -77,7 +82,8 @@ def _inductor(chunk: Chunk, *, tuned: bool) -> ChunkFn:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
     graph = copied(chunk.graph)
     drop_stand_ins(graph)
-    run = compat.compile_with_inductor(runnable(graph), chunk.inputs, tuned=tuned)
+    with one_at_a_time(Path(compat.inductor_folder()), chunk.key):
+        run = compat.compile_with_inductor(runnable(graph), chunk.inputs, tuned=tuned)
     expected = [
         (spec.shape, spec.stride, spec.dtype) if spec is not None else None for spec in chunk.inputs
     ]
@@ -94,6 +100,14 @@ def _inductor(chunk: Chunk, *, tuned: bool) -> ChunkFn:
         return results
 
     return checked
+
+
+@contextmanager
+def one_at_a_time(folder: Path, key: str) -> Iterator[None]:
+    """Ranks start together: one of a host compiles an equal chunk, the others find its result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"piper-{key}.lock"):
+        yield
 
 
 def _same_stride(arg: Any, want: tuple[Any, ...]) -> bool:

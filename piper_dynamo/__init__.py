@@ -42,7 +42,8 @@ from piper_dynamo.predict.measuring import profile
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.search import search
 from piper_dynamo.predict.stages import auto_stages
-from piper_dynamo.runtime.launch import launch, rank, world_size
+from piper_dynamo.runtime.launch import launch
+from piper_dynamo.runtime.world import rank, world_size
 from piper_dynamo.strategy import (
     Kernel,
     Order,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._dynamo import assume_constant_result as _assume_constant_result
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import mark_dynamic as _mark_dynamic
@@ -41,7 +42,9 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FlopCounterMode",
+    "PrefixStore",
     "ShapeEnv",
+    "TCPStore",
     "TensorifyScalarRestartAnalysis",
     "TorchDynamoException",
     "all_gather_single",
@@ -59,6 +62,7 @@ __all__ = [
     "generator_of",
     "hint_of",
     "inductor_backend",
+    "inductor_folder",
     "is_marked_dynamic",
     "is_on_meta",
     "is_python_float",
@@ -410,6 +414,13 @@ def compile_with_inductor(
     settings = config.patch(inductor_settings(tuned=tuned))
     with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode), settings:
         return compile_fx_inner(traced, fakes)
+
+
+def inductor_folder() -> str:
+    """Where inductor keeps what it has compiled, for all processes."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 # The older names warn from torch 2.13 on.

@@ -18,6 +18,7 @@ from piper_dynamo.ir.spec import is_library
 from piper_dynamo.options import Options
 from piper_dynamo.pending import settle, settle_bare
 from piper_dynamo.planning import Plan
+from piper_dynamo.runtime.world import communicator
 from piper_dynamo.state import stand_in
 from piper_dynamo.step import Session, StandIn, session
 from piper_dynamo.strategy import Place, Strategy
@@ -25,7 +26,7 @@ from piper_dynamo.strategy import Place, Strategy
 
 def compile(
     model: nn.Module,
-    strategy: Strategy,
+    strategy: Strategy | Mapping[int, Strategy],
     example_inputs: Sequence[Any] | Mapping[str, Any],
     **options: Any,
 ) -> Any:
@@ -33,7 +34,8 @@ def compile(
 
     Args:
         model: The single-device model.
-        strategy: How the step is distributed.
+        strategy: How the step is distributed; or a strategy for each number of ranks that the job
+            may have, such as {4: ..., 2: ...}, of which this one's is taken.
         example_inputs: Positional inputs as a tuple, or keyword inputs as a dict; what this
             rank would be given, at the whole batch's sizes. Values are not looked at.
         options: `compile=`, `costs=`, `timeout_s=`, `outputs=`, `init_fn=`; see
@@ -45,6 +47,8 @@ def compile(
     Raises:
         PiperError: The model, the strategy or the inputs are refused.
     """
+    if isinstance(strategy, Mapping):
+        strategy = _of_world(strategy, communicator(options.get("timeout_s", 300.0)).world_size)
     step = _step(model, strategy, options)
     args, kwargs = _arguments(example_inputs)
     prepare(step, *args, **kwargs)
@@ -194,6 +198,15 @@ def _stood_for(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for held, name, tensor in swapped:
             held[name] = tensor
+
+
+def _of_world(strategies: Mapping[int, Strategy], world_size: int) -> Strategy:
+    if world_size not in strategies:
+        raise PiperError(
+            f"there is no strategy for {world_size} ranks: those given are for "
+            f"{', '.join(map(str, strategies)) or 'none'}"
+        )
+    return strategies[world_size]
 
 
 def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:

@@ -4,9 +4,7 @@ click, because it gives subcommands, typed options, help texts and exit codes, a
 without a process.
 """
 
-import functools
 import json
-import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -17,8 +15,8 @@ from piper_dynamo.errors import PiperError, PiperStrategyError
 from piper_dynamo.look.commands import COMMANDS
 from piper_dynamo.look.options import option_of
 from piper_dynamo.look.prediction import PREDICTING
-from piper_dynamo.runtime.launch import launch
 from piper_dynamo.train.config import Config, schedule_name
+from piper_dynamo.train.launching import ENGINES, HOSTS, Launching
 from piper_dynamo.train.resume import find_checkpoint
 
 REFUSED, FAILED = 2, 1
@@ -52,8 +50,55 @@ def _config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How ranks are started."""
+    for option in (
+        click.option(
+            "--engine",
+            type=click.Choice(ENGINES),
+            default="local",
+            show_default=True,
+            help="What starts the ranks: processes here, torchrun's agent, or a Ray cluster.",
+        ),
+        click.option(
+            "--max-restarts",
+            type=int,
+            default=0,
+            show_default=True,
+            help="How often the job is started again after a rank has failed: from its last "
+            "checkpoint.",
+        ),
+        click.option(
+            "--fallback",
+            multiple=True,
+            metavar="OPTIONS",
+            help="What the next restart changes, such as dp=1,zero=0 to need fewer ranks. Given "
+            "several times, each restart takes the next, and the last one stays; hosts that "
+            "--nnodes 1:2 leaves decide by how many they are.",
+        ),
+        click.option("--address", help="Of a Ray cluster.  [default: one on this machine]"),
+        click.option("--nnodes", help="torchrun's: how many hosts, or least:most.  [default: 1]"),
+        click.option(
+            "--nproc-per-node",
+            type=click.IntRange(min=1),
+            help="torchrun's: ranks of each host.  [default: they share all ranks]",
+        ),
+        click.option(
+            "--node-rank",
+            type=click.IntRange(min=0),
+            help="torchrun's: which host this is.  [default: as they meet]",
+        ),
+        click.option("--rdzv-endpoint", help="torchrun's: where hosts meet, host:port of one."),
+        click.option("--rdzv-id", help="torchrun's: what the hosts of one job have in common."),
+        click.option("--rdzv-conf", help="torchrun's: key=value,... about the meeting."),
+    )[::-1]:
+        command = option(command)
+    return command
+
+
 @main.command(cls=_Command)
 @_config_options
+@_launch_options
 @click.option(
     "--json",
     "as_json",
@@ -62,26 +107,37 @@ def _config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "byte), tokens_per_s, peak_mb (the most memory any rank's process held, imports included) and, "
     "with --compare, max_rel_diff.",
 )
-def train(as_json: bool, **options: Any) -> None:
+def train(
+    as_json: bool,
+    engine: str,
+    max_restarts: int,
+    fallback: tuple[str, ...],
+    address: str | None,
+    **options: Any,
+) -> None:
     """Train a Llama-style model, or one with experts, on the text of Python's standard library.
 
-    Starts its ranks on this machine; under torchrun it is one of the ranks.
+    Starts its ranks on this machine, as --engine says; under torchrun it is one of the ranks.
     """
+    launching = Launching(
+        engine=engine,
+        max_restarts=max_restarts,
+        fallback=fallback,
+        address=address,
+        hosts={name: options.pop(name) for name in HOSTS},
+    )
     options["schedule"] = schedule_name(options["schedule"])
-    config = Config(**options)
-    is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    is_first = not is_started or os.environ["RANK"] == "0"
+    config, *others = launching.configs(Config(**options))
     # After the options were checked: importing torch's compiler takes seconds.
-    from piper_dynamo.train.job import run_rank
     from piper_dynamo.train.report import claim_folder
 
-    if config.resume is not None:
-        checkpoint = find_checkpoint(config.resume, config.out)
-        config = replace(config, resume=str(checkpoint), out=config.out or str(checkpoint.parent))
-    if is_first:
-        config = replace(config, out=str(claim_folder(config.out, config.resume)))
-    job = functools.partial(run_rank, config)
-    engine = "torchrun" if is_started else "local"
-    results = launch(job, config.world, engine=engine, timeout_s=config.timeout_s)
-    if as_json and is_first:
+    out, resume = config.out, config.resume
+    if resume is not None:
+        checkpoint = find_checkpoint(resume, out)
+        out, resume = out or str(checkpoint.parent), str(checkpoint)
+    if launching.claims_folder():
+        out = str(claim_folder(out, resume).resolve())
+    config, *others = (replace(one, out=out, resume=resume) for one in (config, *others))
+    results = launching.run(config, others)
+    if as_json and results[0]:  # rank 0's
         click.echo(json.dumps(results[0], allow_nan=False))

@@ -13,24 +13,35 @@ from piper_dynamo.values import Faults, code, is_whole, user_line
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Mesh:
-    """Ranks 0 to size-1 laid out row-major: the last axis runs fastest.
+    """Ranks 0 to size-1 laid out row-major: the last axis of `order` runs fastest.
 
     mesh = Mesh((2, 2, 2), ("pp", "dp", "ep"));  mesh.ranks(pp=0) == [0, 1, 2, 3];  mesh.ranks(dp=1,
     ep=0) == [2, 6]
 
+    Hosts have ranks that follow each other, so what is last in `order` stays within one:
+
+    mesh = Mesh((2, 2, 2), ("pp", "dp", "ep"), order=("dp", "pp", "ep"));  mesh.ranks(dp=0) == [0,
+    1, 2, 3];  mesh.ranks(pp=0) == [0, 1, 4, 5]
+
     Attributes:
         shape: Size of each axis.
         names: Name of each axis.
+        order: The axes, from the one that changes last from rank to rank to the one that changes
+            first; by default `names`.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
+    order: tuple[str, ...]
 
-    def __init__(self, shape: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(
+        self, shape: Sequence[int], names: Sequence[str], order: Sequence[str] | None = None
+    ) -> None:
         """Check and store.
 
         Raises:
-            PiperStrategyError: Sizes below 1, names that repeat, or not one name per size.
+            PiperStrategyError: Sizes below 1, names that repeat, not one name per size, or an order
+                of other axes.
         """
         faults = Faults("piper.Mesh", user_line())
         if isinstance(shape, str) or not isinstance(shape, Sequence) or not shape:
@@ -40,12 +51,22 @@ class Mesh:
         faults.names("names", names)
         if not faults and len(shape) != len(names):
             faults.say(f"{len(shape)} sizes but {len(names)} names; give one name per size")
+        if order is not None and not faults:
+            faults.names("order", order)
+            if not faults and sorted(order) != sorted(names):
+                faults.add("order", order, f"must have the axes {', '.join(names)}, each once")
         faults.check()
         object.__setattr__(self, "shape", tuple(shape))
         object.__setattr__(self, "names", tuple(names))
+        object.__setattr__(self, "order", tuple(names if order is None else order))
 
     def __repr__(self) -> str:
-        return f"piper.Mesh({code(self.shape)}, {code(self.names)})"
+        order = "" if self.order == self.names else f", order={code(self.order)}"
+        return f"piper.Mesh({code(self.shape)}, {code(self.names)}{order})"
+
+    def laid_out(self) -> "Mesh":
+        """The same ranks, with the axes named in their order."""
+        return Mesh([self.shape[self.names.index(name)] for name in self.order], self.order)
 
     @property
     def size(self) -> int:
@@ -80,7 +101,8 @@ class Mesh:
                 faults.add(name, given, f"must be in 0-{size - 1}")
             wanted.append(several)
         faults.check()
-        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        sizes = self.laid_out().shape
+        strides = [prod(sizes[self.order.index(name) + 1 :]) for name in self.names]
         points = product(*wanted)
         return sorted({sum(i * s for i, s in zip(at, strides, strict=True)) for at in points})
 

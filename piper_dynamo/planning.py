@@ -76,6 +76,7 @@ from piper_dynamo.strategy import Split as SplitDirective
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.summary import summarize
 from piper_dynamo.timeline import Timeline
+from piper_dynamo.topology import describe, in_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +361,18 @@ class Plan:
             shared=self._shared(),
             replicated=[repr(one) for one in self.strategy.of(ReplicateDirective)],
         )
+
+    def topology(self, hosts: int | Sequence[str]) -> str:
+        """Which ranks and regions sit on which host, and what a step sends between hosts.
+
+        Args:
+            hosts: How many hosts share the ranks, in order; or the name of each rank's host.
+
+        Raises:
+            PiperError: The ranks do not divide among so many hosts.
+        """
+        names = in_blocks(self.world_size, hosts) if isinstance(hosts, int) else hosts
+        return describe(self.programs, names)
 
     def _shared(self) -> dict[str, list[tuple[int, ...]]]:
         """Parameters that several device groups hold, and these groups."""

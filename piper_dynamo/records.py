@@ -32,10 +32,11 @@ def cuts_of(strategy: Strategy, compile_mode: str) -> Cuts:
 def replications(strategy: Strategy) -> list[Replication]:
     """The strategy's Replicates, with what they leave to Piper decided."""
     found = []
+    mesh = strategy.mesh.laid_out() if strategy.mesh is not None else None
     for one in strategy.of(Replicate):
         axes = one.axes
-        if axes is None and one.shard_axes is not None and strategy.mesh is not None:
-            axes = strategy.mesh.names
+        if axes is None and one.shard_axes is not None and mesh is not None:
+            axes = mesh.names
         found.append(
             Replication(
                 filter=one.filter,
@@ -47,7 +48,7 @@ def replications(strategy: Strategy) -> list[Replication]:
                 keep=one.keep,
                 axes=axes,
                 shard_axes=one.shard_axes or one.axes,
-                mesh=strategy.mesh,
+                mesh=mesh,
             )
         )
     return found
@@ -55,6 +56,7 @@ def replications(strategy: Strategy) -> list[Replication]:
 
 def shardings(strategy: Strategy) -> list[Sharding]:
     """The strategy's Shards, with what they leave to Piper decided."""
+    mesh = strategy.mesh.laid_out() if strategy.mesh is not None else None
     return [
         Sharding(
             filter=one.filter,
@@ -62,7 +64,7 @@ def shardings(strategy: Strategy) -> list[Sharding]:
             is_static=one.capacity is not None,
             stream=one.stream or "ep",
             axes=one.axes,
-            mesh=strategy.mesh,
+            mesh=mesh,
         )
         for one in strategy.of(Shard)
     ]

@@ -38,7 +38,7 @@ from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import Executor, StepResults
-from piper_dynamo.runtime.launch import communicator
+from piper_dynamo.runtime.world import communicator
 from piper_dynamo.sharding import take_block
 from piper_dynamo.state import (
     Record,

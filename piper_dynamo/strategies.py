@@ -128,6 +128,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     combine: Loss = "mean",
     loss: LossPath | None = None,
     regions: Mapping[str, Mapping[str, int]] | None = None,
+    order: Sequence[str] | None = None,
 ) -> Strategy:
     """A pipeline over regions `PP=0` to `PP=stages-1`, placed as the schedule needs it.
 
@@ -151,6 +152,9 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         combine: How the microbatches' losses combine, see `Split`.
         loss: Which output is the loss, see `Strategy`.
         regions: Tags by module path, see `Strategy`.
+        order: How ranks are numbered, by the axes "pp", "copy" (of the shards, see `shard_ranks`),
+            "dp" and "ep", as in `Mesh`: the last ones stay within a host. Those of one rank may be
+            left out. None: in this order, which keeps the replicas of a stage together.
 
     Returns:
         The strategy.
@@ -175,17 +179,18 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         must = f"must divide replicas={replicas}, and be a multiple of expert_ranks={expert_ranks}"
         faults.add("shard_ranks", shard_ranks, must)
     faults.check()
-    devices = placement(schedule, ranks, stages, replicas=replicas)
+    on = placement(schedule, ranks, stages)
     has_shard = expert_ranks > 1 or capacity is not None
     copies, blocks = replicas // sharers, sharers // expert_ranks
+    sizes = {"pp": ranks, "copy": copies, "dp": blocks, "ep": expert_ranks}
+    grid = _grid(sizes, order, faults)
+    devices = {stage: grid.ranks(pp=r) for stage, (r,) in on.items()}
     mesh, axes, shard_axes = None, None, None
     # Without copies of experts or of shards a group is all devices of a region.
     if copies > 1 or (has_shard and blocks > 1):
-        sizes = {"pp": ranks, "copy": copies, "dp": blocks, "ep": expert_ranks}
-        sizes = {
-            n: s for n, s in sizes.items() if n in _NEEDED or s > 1 or (n == "ep" and has_shard)
-        }
-        mesh, axes = Mesh(tuple(sizes.values()), tuple(sizes)), tuple(sizes)[1:]
+        names = [n for n, s in sizes.items() if n in _NEEDED or s > 1 or (n == "ep" and has_shard)]
+        kept = [name for name in grid.order if name in names]
+        mesh, axes = Mesh([sizes[n] for n in names], names, kept), tuple(names[1:])
         shard_axes = axes[1:] if copies > 1 else None
     how = Replicate(
         {"PP": "*"},
@@ -208,6 +213,20 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         mesh=mesh,
         loss=loss,
         regions=regions,
+    )
+
+
+def _grid(sizes: Mapping[str, int], order: Sequence[str] | None, faults: Faults) -> Mesh:
+    """The ranks by all axes; those of one rank need not be in the order."""
+    if order is not None and faults.names("order", order):
+        wanted = [name for name, size in sizes.items() if size > 1 or name in order]
+        if sorted(wanted) != sorted(order):
+            needed = ", ".join(name for name, size in sizes.items() if size > 1) or "none"
+            faults.add("order", order, f"must have the axes of several ranks: {needed}")
+    faults.check()
+    given = tuple(sizes) if order is None else tuple(order)
+    return Mesh(
+        tuple(sizes.values()), tuple(sizes), (*given, *(n for n in sizes if n not in given))
     )
 
 

@@ -74,6 +74,8 @@ def dump(parts: Parts) -> str:
     ]
     if parts.mesh is not None:
         mesh = {"shape": list(parts.mesh.shape), "names": list(parts.mesh.names)}
+        if parts.mesh.order != parts.mesh.names:
+            mesh["order"] = list(parts.mesh.order)
         lines.append(f'"mesh": {json.dumps(mesh)}')
     if parts.loss is not None:
         lines.append(f'"loss": {json.dumps(_plain(parts.loss))}')
@@ -143,9 +145,12 @@ def load(text: str) -> Parts:
         raise PiperSyntaxError('not a strategy: "directives" must be an array')
     mesh = data.get("mesh")
     if mesh is not None:
-        if not isinstance(mesh, dict) or set(mesh) != {"shape", "names"}:
-            raise PiperSyntaxError(f'mesh must be an object of "shape" and "names": {shown(mesh)}')
-        mesh = Mesh(mesh["shape"], mesh["names"])
+        if not isinstance(mesh, dict) or set(mesh) - {"order"} != {"shape", "names"}:
+            raise PiperSyntaxError(
+                'mesh must be an object of "shape", "names" and, where it is not that of the '
+                f'names, "order": {shown(mesh)}'
+            )
+        mesh = Mesh(mesh["shape"], mesh["names"], mesh.get("order"))
     directives = tuple(_load_directive(row, i) for i, row in enumerate(rows))
     return Parts(directives, mesh, data.get("loss"), data.get("regions"))
 

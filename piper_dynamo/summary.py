@@ -195,7 +195,7 @@ def facts(program: RankProgram, args: Sequence[Arg]) -> RankFacts:
     buffers = [args[p].spec for _, p in program.state if args[p].kind is ArgKind.BUFFER]
 
     def traffic(is_meant: Callable[[Instr], bool]) -> Traffic:
-        return Traffic.of([_moved(i) for i in program.instrs if is_meant(i)])
+        return Traffic.of([moved_bytes(i) for i in program.instrs if is_meant(i)])
 
     return RankFacts(
         rank=program.rank,
@@ -247,7 +247,7 @@ def edges(programs: Sequence[RankProgram]) -> list[Edge]:
         for instr in program.instrs:
             if instr.op is Op.SEND:
                 key = (program.rank, _of_any_microbatch(instr.task))
-                sizes.setdefault(key, []).append(_moved(instr))
+                sizes.setdefault(key, []).append(moved_bytes(instr))
                 targets.setdefault(key, set()).add(instr.peer)
     return [
         Edge(
@@ -273,7 +273,7 @@ def uses(programs: Sequence[RankProgram], communicators: Sequence[Group]) -> lis
     for program in programs:
         for instr in program.instrs:
             if instr.op in COLLECTIVES and program.rank == instr.group[0]:
-                found.setdefault(instr.communicator, []).append(_moved(instr))
+                found.setdefault(instr.communicator, []).append(moved_bytes(instr))
     return [
         Use(stream=stream, ranks=ranks, collectives=Traffic.of(sizes))
         for (stream, ranks), sizes in found.items()
@@ -315,7 +315,7 @@ def _shared_lines(shared: Mapping[str, Sequence[tuple[int, ...]]]) -> list[str]:
     """Parameters of several stages, whose copies get the sum of all their gradients."""
     lines = []
     for name, groups in list(shared.items())[:_LISTED]:
-        ranks = " and ".join(f"{'rank' if len(g) == 1 else 'ranks'} {_listed(g)}" for g in groups)
+        ranks = " and ".join(f"{'rank' if len(g) == 1 else 'ranks'} {listed(g)}" for g in groups)
         lines.append(f"{name} is held by {ranks}: the sum of their gradients goes to each")
     return [*lines, *_rest(list(shared))]
 
@@ -339,7 +339,7 @@ def _memory_lines(found: Sequence[RankMemory]) -> list[str]:
 def _edge_lines(found: Sequence[Edge]) -> list[str]:
     """A table of messages; none where there are none."""
     rows = [
-        [str(e.source), _listed(e.targets), e.after, str(e.messages), show_bytes(e.each)]
+        [str(e.source), listed(e.targets), e.after, str(e.messages), show_bytes(e.each)]
         for e in found[:_LISTED]
     ]
     if not rows:
@@ -358,14 +358,16 @@ def _dtype_lines(programs: Sequence[RankProgram]) -> list[str]:
             if instr.op in REDUCTIONS | {Op.ALL_GATHER} and instr.task != LOSS:
                 for index, spec in enumerate(instr.specs):
                     one = replace(instr, specs=(spec,), nbytes=instr.nbytes[index : index + 1])
-                    found.setdefault((instr.op.value, short(spec.dtype)), []).append(_moved(one))
+                    found.setdefault((instr.op.value, short(spec.dtype)), []).append(
+                        moved_bytes(one)
+                    )
     rows = [[op, dtype, str(Traffic.of(sizes))] for (op, dtype), sizes in sorted(found.items())]
     title = "dtypes of gathers and reductions, by parameter, of all ranks"
     return [title, *table(["collective", "dtype", "values"], rows, left=("dtype",))] if rows else []
 
 
 def _use_lines(found: Sequence[Use]) -> list[str]:
-    rows = [[use.stream, _listed(use.ranks), str(use.collectives)] for use in found[:_LISTED]]
+    rows = [[use.stream, listed(use.ranks), str(use.collectives)] for use in found[:_LISTED]]
     if not rows:
         return []
     heads = ["stream", "ranks", "collectives"]
@@ -377,7 +379,7 @@ def _rest(found: Sequence[object]) -> list[str]:
     return [f"... and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     """Ranks as text: 0-3 where they follow each other."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
@@ -420,7 +422,7 @@ def _is_reduction(instr: Instr) -> bool:
     return instr.op in REDUCTIONS and instr.task != LOSS
 
 
-def _moved(instr: Instr) -> int:
+def moved_bytes(instr: Instr) -> int:
     """Bytes of a message, or of the whole values that a collective makes or sums, filled up."""
     size = len(instr.group)
     match instr.op:

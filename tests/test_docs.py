@@ -231,6 +231,6 @@ def test_readme_names_the_main_commands():
     targets = {"help", "env", "train", "test", "test-slow", "test-torch", "test-models"}
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
     targets |= {"bench-predict"}
-    targets |= {"bench-state"}
+    targets |= {"bench-state", "bench-launch"}
     targets |= {"fuzz", "fuzz-train", "docs", "lint", "format", "clean"}
     assert targets == make_targets()

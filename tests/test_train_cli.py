@@ -391,14 +391,14 @@ def move_biases(model: Any, ranks: list[list[Any]]) -> None:
 
 
 def train_rank(
-    config: Config, corpus: Corpus, posted: dict[tuple[int, int], list[Any]] | None = None
+    config: Config, corpus: Corpus, posted: Any = None, share: int | None = None
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of this rank, on its replica's share of the rows.
 
     With `posted`, which all ranks write their loads to, by step and rank, biases of experts move.
     """
     found: tuple[list[float], list[float]] = ([], [])
-    share = piper.rank() % config.replicas
+    share = piper.rank() % config.replicas if share is None else share
     batches = [
         corpus.batch(
             "train", number, seed=config.seed, rows=config.batch, seq=config.seq, data_rank=share,
@@ -502,6 +502,11 @@ def run(
     )
 
 
+def of_ranks(count: int) -> set[str]:
+    """The files of a run folder that ranks have."""
+    return {name for r in range(count) for name in (f"program_rank{r}.py", f"rank-{r}.log")}
+
+
 @pytest.mark.dist(2)
 def test_two_ranks_equal_one_process(tmp_path: Path):
     done = run("--steps", "5", "--eval-every", "2", "--compare", "--json", "--out", str(tmp_path))
@@ -516,11 +521,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path):
     assert done.stderr.count("capturing, planning and compiling") >= 1
     assert done.stderr.count("run folder:") == 1  # rank 0 alone speaks
 
-    assert {p.name for p in tmp_path.iterdir()} == {
-        *report.FILES,
-        "program_rank0.py",
-        "program_rank1.py",
-    }
+    assert {p.name for p in tmp_path.iterdir()} == {*report.FILES, *of_ranks(2)}
     assert json.loads((tmp_path / "summary.json").read_text()) == result
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["options"]["dim"] == 16
@@ -588,8 +589,7 @@ def test_sharded_replicas_of_two_stages(tmp_path: Path):
     result = json.loads(done.stdout)
     assert result["max_rel_diff"] < 1e-6
     assert "2 replicas, ZeRO-3" in done.stderr
-    names = {*report.FILES, *(f"program_rank{rank}.py" for rank in range(4))}
-    assert {p.name for p in tmp_path.iterdir()} == names
+    assert {p.name for p in tmp_path.iterdir()} == {*report.FILES, *of_ranks(4)}
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     seconds = [4 * 16 / one["tokens_per_s"] for one in lines if "loss" in one][1:]
     assert result["tokens_per_s"] == pytest.approx(4 * 16 * len(seconds) / sum(seconds))

@@ -11,7 +11,7 @@ from piper_dynamo.checkpoint import optimizers as optim
 from piper_dynamo.checkpoint.optimizers import Optimizer
 from piper_dynamo.errors import PiperError, join_faults
 from piper_dynamo.runtime.comm import Communicator
-from piper_dynamo.runtime.launch import communicator
+from piper_dynamo.runtime.world import communicator
 from piper_dynamo.state import Record, StepState
 
 TIMEOUT_S = 300.0  # of a model that no step was prepared of

@@ -25,7 +25,18 @@ if TYPE_CHECKING:  # importing torch's compiler takes seconds
 
 # Of the training job's options those that say what is planned.
 ASKED = (
-    *("model", "pp", "dp", "ep", "schedule", "microbatches", "zero", "bucket_mb", "prefetch"),
+    *(
+        "model",
+        "pp",
+        "dp",
+        "ep",
+        "order",
+        "schedule",
+        "microbatches",
+        "zero",
+        "bucket_mb",
+        "prefetch",
+    ),
     *("keep", "capacity", "recompute", "precision", "dim", "layers", "heads", "kv_heads", "seq"),
     *("batch", "experts", "top_k", "tied_head", "dtype", "seed", "compile"),
 )
@@ -33,7 +44,7 @@ OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")  # of footprint.py, which impo
 _COSTS = ("F", "BI", "BW", "comm", "bandwidth")
 # Options of a job on one rank.
 ALONE: Mapping[str, Any] = {
-    **{"pp": 1, "dp": 1, "ep": 1, "zero": 0, "microbatches": 1, "schedule": "gpipe"},
+    **{"pp": 1, "dp": 1, "ep": 1, "order": None, "zero": 0, "microbatches": 1, "schedule": "gpipe"},
     **{"bucket_mb": None, "prefetch": 1, "keep": "chunk", "capacity": None},
     "recompute": None,
 }
@@ -117,6 +128,11 @@ def is_json(ctx: click.Context) -> bool:
 @click.option("--graph", "with_graph", is_flag=True, help="Show the distributed graph, too.")
 @click.option("--tasks", "with_tasks", is_flag=True, help="Show each rank's order of tasks, too.")
 @click.option("--rank", type=click.IntRange(min=0), help="Show this rank's program, too.")
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
+    help="Show what so many hosts, which share the ranks in order, would send each other, too.",
+)
 @_names_optimizer
 def plan(
     ctx: click.Context,
@@ -125,6 +141,7 @@ def plan(
     with_graph: bool,
     with_tasks: bool,
     rank: int | None,
+    hosts: int | None,
     optimizer: str | None,
 ) -> None:
     """Show what a step holds, runs and sends on every rank, without running it.
@@ -134,6 +151,8 @@ def plan(
     """
     found = target.plan(ranks)
     click.echo(found.summary(optimizer=optimizer))
+    if hosts is not None:
+        click.echo(f"\n{found.topology(hosts)}")
     if with_graph:
         click.echo(f"\n{found.graph}")
     if with_tasks:

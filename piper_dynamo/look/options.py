@@ -25,6 +25,8 @@ HELP = {
     "top_k": "Experts that a token goes to.",
     "capacity": "Most tokens an expert takes of a rank's microbatch, 1 being its even share; it "
     "drops the others.  [default: takes all]",
+    "order": "How ranks are numbered: axes from the one that changes last to the one that changes "
+    "first, such as dp,pp,ep; the last ones stay within a host.  [default: pp,dp,ep]",
     "zero": "What replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.",
     "bucket_mb": "MiB of parameters that are gathered and reduced as one.  [default: a stage's]",
     "prefetch": "How many uses ahead a shard is gathered.",

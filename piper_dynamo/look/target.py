@@ -34,7 +34,18 @@ MODEL_OPTIONS = (
     *("tied_head", "dtype", "seed"),
 )
 STRATEGY_OPTIONS = (
-    *("pp", "dp", "ep", "zero", "bucket_mb", "prefetch", "keep", "microbatches", "schedule"),
+    *(
+        "pp",
+        "dp",
+        "ep",
+        "order",
+        "zero",
+        "bucket_mb",
+        "prefetch",
+        "keep",
+        "microbatches",
+        "schedule",
+    ),
     *("capacity", "recompute", "precision"),
 )
 DEFINED = ("model", "inputs", "strategy")

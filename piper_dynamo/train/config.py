@@ -16,6 +16,7 @@ DTYPES = ("float32", "float64")
 PRECISIONS = ("bf16", "fp16")
 LEVELS = (0, 1, 2, 3)
 MODELS = ("llama", "moe")
+AXES = ("pp", "dp", "ep")
 # Other names that people use for a schedule.
 ALIASES = {"1f1b": "one_f_one_b"}
 _COUNTS = (
@@ -70,6 +71,7 @@ class Config:
     pp: int = 2
     dp: int = 1
     ep: int = 1
+    order: str | None = None
     zero: int = 0
     bucket_mb: float | None = None
     prefetch: int = 1
@@ -162,6 +164,8 @@ class Config:
 
     def _shape_faults(self) -> list[str]:
         faults = [*self._replica_faults(), *self._expert_faults(), *self._precision_faults()]
+        unordered = self._order_faults()
+        faults += unordered
         if self.ranks not in (None, self.world):
             asked = " x ".join([f"--pp {self.pp}", *self._replica_axes()])
             faults.append(
@@ -187,9 +191,23 @@ class Config:
             )
         if self.heads % self.kv_heads:
             faults.append(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
-        if self.schedule in SCHEDULES:
+        if self.schedule in SCHEDULES and not unordered:
             faults += self._schedule_faults()
         return faults
+
+    def _order_faults(self) -> list[str]:
+        """Of what would number the ranks otherwise."""
+        if self.order is None:
+            return []
+        given = self.order.split(",")
+        needed = {name for name in AXES if getattr(self, name) > 1}
+        if len(set(given)) == len(given) and needed <= set(given) <= set(AXES):
+            return []
+        shown = ", ".join(f"--{name}" for name in AXES if name in needed) or "none here"
+        return [
+            f"--order is {self.order!r}; give the axes of more than one rank ({shown}) in an order "
+            "such as dp,pp,ep: the last ones stay within a host"
+        ]
 
     def _precision_faults(self) -> list[str]:
         faults = []
@@ -324,6 +342,7 @@ class Config:
             prefetch=self.prefetch,
             keep=self._keep(),
             recompute=budget_of(self.recompute),
+            order=None if self.order is None else self.order.split(","),
         )
         if self.precision is None:
             return found

@@ -4,8 +4,9 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,22 @@ from piper_dynamo.checkpoint.save import Saving, save_checkpoint_async
 from piper_dynamo.deferred import deferred_init
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.files import private_files
-from piper_dynamo.meeting import Meeting, gathered, spread
+from piper_dynamo.meeting import Meeting, gathered
+from piper_dynamo.planning import Plan
+from piper_dynamo.programs import AlikePrograms
 from piper_dynamo.runtime.comm import Communicator
-from piper_dynamo.runtime.launch import communicator, rank, world_size
+from piper_dynamo.runtime.logs import kept
+from piper_dynamo.runtime.world import communicator, host, is_alone, rank, world_size
 from piper_dynamo.timeline import Event, Message, Timeline
+from piper_dynamo.topology import describe
 from piper_dynamo.train.compare import Reference, one_process, verdict
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus, Split, read_corpus
 from piper_dynamo.train.model import balance, build, dropped, flops_per_token, split_result
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate
 from piper_dynamo.train.progress import Progress
-from piper_dynamo.train.report import RunFolder, claim_folder, curve
-from piper_dynamo.train.resume import prune, step_folder
+from piper_dynamo.train.report import RunFolder, claim_folder, curve, is_restart
+from piper_dynamo.train.resume import prune, step_folder, whole_checkpoints
 
 # Options that change the numbers, and not only where they are made.
 NUMBERS = (
@@ -42,8 +47,14 @@ wire.records(Timeline, Event, Message)
 RECORDED_STEP = 3  # the first steps warm up caches and allocators
 
 
-def run_rank(config: Config) -> dict[str, Any]:
+def run_rank(config: Config, fallbacks: Sequence[Config] = ()) -> dict[str, Any]:
     """Train, as one of the ranks of a job with a process group.
+
+    A job that was started again goes on from the run folder's last checkpoint.
+
+    Args:
+        config: What to train.
+        fallbacks: The same on other numbers of ranks: that of the ranks there are is what runs.
 
     Returns:
         On rank 0: `loss_first`, `loss_last` (training, nats per byte), `validation_loss` if there
@@ -54,12 +65,25 @@ def run_rank(config: Config) -> dict[str, Any]:
     Raises:
         PiperError: The job is refused, or the loss is no longer a number.
     """
+    config = {one.world: one for one in (*fallbacks, config)}[world_size()]
+    comm = communicator(config.timeout_s)
+
+    def claim() -> tuple[str, str | None]:
+        if rank():
+            return "", None
+        again = is_restart(config.out)
+        last = whole_checkpoints(Path(str(config.out)))[-1:] if again else []
+        resume = str(last[0]) if last else config.resume
+        return str(claim_folder(config.out, resume, restarted=again)), resume
+
     with ExitStack() as stack:
         stack.enter_context(private_files())
-        folder = None
-        if rank() == 0:
-            folder = stack.enter_context(RunFolder(claim_folder(config.out, config.resume)))
-        return _Job(config, folder).run()
+        out, resume = Meeting(comm, "the run folder").together(claim, lambda found: found[0])
+        config, path = replace(config, out=out, resume=resume), Path(out)
+        if is_alone():
+            stack.enter_context(kept(path, rank()))
+        folder = stack.enter_context(RunFolder(path)) if rank() == 0 else None
+        return _Job(config, folder, comm).run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,13 +112,12 @@ class _History:
 
 
 class _Job:
-    def __init__(self, config: Config, folder: RunFolder | None) -> None:
+    def __init__(self, config: Config, folder: RunFolder | None, comm: Communicator) -> None:
         self.config = config
         self.folder = folder
-        self.comm = communicator(config.timeout_s)
+        self.comm = comm
         self.progress = Progress(is_shown=rank() == 0)
         self.history = _History()
-        self.path = Path()  # the run folder, also on other ranks
         self.recorded = 0  # the step whose timeline is kept
         self.saving: Saving | None = None
         self.shard = (0, config.replicas)  # until the step says which: batches of the right size
@@ -135,11 +158,19 @@ class _Job:
             self.folder.write_plan(plan)
             for line in plan.summary().splitlines():
                 say(line)
+        self._tell_topology(explain(step))
         self.shard = data_rank(step), data_world(step)
-        mine = str(self.folder.path) if self.folder is not None else ""
-        self.path = Path(spread(self.comm, "naming the run folder", mine))
         self._train(step, corpus, reference, flops)
         return self._summary()
+
+    def _tell_topology(self, plan: Plan) -> None:
+        """Where ranks sit; every rank comes here."""
+        hosts = Meeting(self.comm, "the topology").together(host, list)
+        if self.folder is not None:
+            # Of very many ranks not all programs are made.
+            found = None if isinstance(plan.programs, AlikePrograms) else plan.programs
+            for line in describe(found, hosts).splitlines():
+                self.progress.say(line)
 
     def _reference(self, corpus: Corpus) -> Reference | None:
         if not self.config.compare or self.folder is None:
@@ -227,7 +258,7 @@ class _Job:
         self, step: Any, optimizer: torch.optim.Optimizer, corpus: Corpus, steps: int
     ) -> None:
         """Save beside the next steps; every rank comes here."""
-        folder = step_folder(self.path, steps)
+        folder = step_folder(Path(str(self.config.out)), steps)
         extra = {"steps": steps, "config": self.config.as_dict(), "text": corpus.fingerprint}
         self.saving = save_checkpoint_async(folder, step, optimizer, extra=extra)
         self._prune(folder)

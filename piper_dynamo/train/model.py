@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from piper_dynamo.annotate import annotate
 from piper_dynamo.moe import MoELayer
 from piper_dynamo.moe import dropped as dropped_rows
-from piper_dynamo.runtime.launch import world_size
+from piper_dynamo.runtime.world import world_size
 from piper_dynamo.state import AbsentOutput
 from piper_dynamo.train.config import Config
 

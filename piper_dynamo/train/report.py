@@ -4,7 +4,7 @@ config.json     options, versions and data of the run
 plan.txt        summary and distributed graph         program_rank0.py ...  what each rank runs
 metrics.jsonl   a line per step and per evaluation    loss.png              the same as curves
 timeline.png    one step, predicted above measured    timeline.html         the same, with zoom
-trace.json      the measured step, for Perfetto
+trace.json      the measured step, for Perfetto       rank-0.log ...    what each rank wrote
 summary.json    the result, as `--json` prints it           step-000100 ...  checkpoints
 """
 
@@ -23,6 +23,7 @@ from piper_dynamo.files import FOLDER_MODE
 from piper_dynamo.measure import PREDICTED_FROM_RUN, measured_costs
 from piper_dynamo.pictures import save, to_chrome_trace
 from piper_dynamo.planning import Plan
+from piper_dynamo.runtime.world import job_name, restarts
 from piper_dynamo.timeline import Timeline
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus
@@ -46,12 +47,13 @@ FILES = (
 )
 
 
-def claim_folder(out: str | None, resume: str | None = None) -> Path:
+def claim_folder(out: str | None, resume: str | None = None, *, restarted: bool = False) -> Path:
     """Make the run folder and clear it of what an earlier run left.
 
     Args:
         out: The folder; None: a new one under `runs/`, named by the time.
         resume: The checkpoint to go on from; its own run's metrics up to there are kept.
+        restarted: Whether this is the same run, started again: the logs of ranks are kept.
 
     Raises:
         PiperError: It cannot be made or written to, or has another run's checkpoints.
@@ -71,7 +73,8 @@ def claim_folder(out: str | None, resume: str | None = None) -> Path:
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         # A run of fewer ranks, or one that stops early, must not leave an older run's files.
         names = [name for name in FILES if name != kept]
-        for path in [*(folder / name for name in names), *folder.glob("program_rank*.py")]:
+        old = [*(folder / name for name in names), *folder.glob("program_rank*.py")]
+        for path in old + ([] if goes_on or restarted else list(folder.glob("rank-*.log"))):
             path.unlink(missing_ok=True)
         if goes_on:
             keep_metrics(folder / kept, steps_of(Path(str(resume))))
@@ -85,6 +88,22 @@ def claim_folder(out: str | None, resume: str | None = None) -> Path:
             )
         ) from error
     return folder
+
+
+def is_restart(out: str | None) -> bool:
+    """Whether the run folder is this job's, which was started before.
+
+    Torch's agent does not count the starts that a host's coming or going makes.
+    """
+    if out is None:
+        return False
+    if restarts():
+        return True
+    try:
+        told = json.loads((Path(out) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return job_name() is not None and told.get("job") == job_name()
 
 
 class RunFolder:
@@ -121,6 +140,7 @@ class RunFolder:
             "config.json",
             {
                 "options": config.as_dict(),
+                "job": job_name(),
                 "data": {
                     "files": corpus.files,
                     "train_bytes": len(corpus.train),

@@ -16,7 +16,7 @@ from torch import Tensor
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.runtime import headers, launch
+from piper_dynamo.runtime import headers, world
 from piper_dynamo.runtime.comm import TorchCommunicator
 from piper_dynamo.runtime.headers import CheckedCommunicator
 from tests import experts, jobs, replicas
@@ -38,18 +38,18 @@ MADE: list[Any] = []  # one for all steps of this process
 @contextmanager
 def asking(first: int = 10**6) -> Iterator[None]:
     """This process asks for headers; its first step has a number that no plain one has."""
-    before = launch._torch_comm
+    before = world._torch_comm
     os.environ[headers.VARIABLE] = headers.COMM
-    launch._torch_comm = MADE[0] if MADE else None
+    world._torch_comm = MADE[0] if MADE else None
     try:
         if not MADE:
-            made = launch.communicator(20.0)
+            made = world.communicator(20.0)
             made.steps = made.adoptions = first
             MADE.append(made)
         yield
     finally:
         del os.environ[headers.VARIABLE]
-        launch._torch_comm = before
+        world._torch_comm = before
 
 
 STEPS: dict[str, tuple[Callable[[], Any], piper.Strategy, fx.Batch]] = {
@@ -75,7 +75,7 @@ def two_steps(name: str) -> tuple[list[float], str]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        return losses, type(launch._torch_comm).__name__
+        return losses, type(world._torch_comm).__name__
 
 
 @pytest.mark.parametrize(

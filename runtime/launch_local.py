@@ -1,0 +1,126 @@
+"""Ranks as processes of this machine, which meet over loopback."""
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_any
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from piper_dynamo.errors import PiperError
+from piper_dynamo.runtime.failure import Failure
+from piper_dynamo.runtime.outcomes import GRACE_S, collect
+from piper_dynamo.runtime.world import LOOPBACK, Outcome, Seat, open_store, take_part
+
+
+def run(
+    fn: Callable[[], Any],
+    ranks: int,
+    *,
+    timeout_s: float,
+    restarts: int,
+    job: str,
+    logs: str | None,
+) -> list[Any]:
+    """One start of a job; see `launch`."""
+    check_sendable(fn)
+    context = mp.get_context("spawn")
+    # Held here: it outlives any rank, so that the others can still speak to each other.
+    store, where = open_store(LOOPBACK)
+    processes: list[Any] = []
+    results: dict[Any, int] = {}
+    try:
+        for r in range(ranks):
+            seat = Seat(
+                rank=r,
+                world_size=ranks,
+                local_rank=r,
+                local_world_size=ranks,
+                store=where,
+                timeout_s=timeout_s,
+                restarts=restarts,
+                job=job,
+                logs=logs,
+            )
+            # A pipe per rank: a queue would leave its semaphores behind when a rank is killed.
+            receive, give = context.Pipe(duplex=False)
+            process = context.Process(target=_body, args=(fn, seat, give), name=f"rank {r}")
+            process.start()
+            give.close()
+            processes.append(process)
+            results[receive] = r
+        found = collect(ranks, lambda: _arrivals(processes, results))
+        for process in processes:
+            process.join(GRACE_S)
+        return [pickle.loads(found[r].value) for r in range(ranks)]
+    finally:
+        _stop(processes)
+        del store
+
+
+def check_sendable(fn: Callable[[], Any]) -> None:
+    """Other processes get a function by its name.
+
+    Raises:
+        PiperError: It has none that they could find it by.
+    """
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PiperError(
+            f"launch cannot send {fn!r} to other processes ({error}); "
+            "define it at the top of a module"
+        ) from error
+
+
+def _body(fn: Callable[[], Any], seat: Seat, results: Connection) -> None:
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    found = take_part(fn, seat)
+    if found.failure is None:
+        try:
+            found = Outcome(value=pickle.dumps(found.value))
+        except Exception as error:  # told to the parent like any other
+            found = Outcome.of(seat.rank, error)
+    results.send(found)
+    if found.failure is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # peers may be waiting in gloo; a normal exit would wait for them
+    dist.destroy_process_group()
+
+
+def _leave_with_parent(parent: int) -> None:
+    """No rank outlives the process that started it, however that one ends."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _arrivals(processes: list[Any], results: dict[Any, int]) -> Mapping[int, Outcome]:
+    found: dict[int, Outcome] = {}
+    for receive in wait_any(list(results), timeout=0.2):
+        assert isinstance(receive, Connection)
+        r = results.pop(receive)
+        try:
+            found[r] = receive.recv()
+        except EOFError:
+            processes[r].join(GRACE_S)
+            found[r] = Outcome(failure=Failure.ended(r, processes[r].exitcode))
+    return found
+
+
+def _stop(processes: list[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
