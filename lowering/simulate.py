@@ -114,6 +114,7 @@ class _Rank:
 
     Attributes:
         now: Its time.
+        issue: What issuing each of its instructions takes.
         at: The instruction it comes to next.
         issued: How many collectives it has issued on each communicator.
         handles: The collective that each of its handles is.
@@ -123,7 +124,8 @@ class _Rank:
         left: What the chunk that it runs takes yet, alone on its machine; None: it runs none.
     """
 
-    now: float = 0.0
+    now: float
+    issue: list[float]
     at: int = 0
     issued: dict[Group, int] = field(default_factory=dict)
     handles: dict[str, tuple[Group, int]] = field(default_factory=dict)
@@ -191,7 +193,7 @@ class _Simulator:
     ) -> None:
         self.programs, self.costs = programs, costs
         self.took = durations(tasks_run(programs), costs, halves)
-        self.ranks = [_Rank(now=costs.call) for _ in programs]
+        self.ranks = [_Rank(now=costs.of_call(p), issue=costs.to_issue(p)) for p in programs]
         self.events: list[Event] = []
         self.messages: list[Message] = []
         self.free: dict[object, float] = {}  # when a link has carried what it was given
@@ -237,7 +239,7 @@ class _Simulator:
                 one.starts.append(one.now)
             if not self.step(program.rank, one, instrs[one.at]):
                 break
-            one.now += self.costs.to_issue(instrs[one.at].op, instrs[one.at].specs)
+            one.now += one.issue[one.at]
             one.at += 1
         return one.at > begin
 

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from piper_dynamo.errors import PiperStrategyError, format_error
 from piper_dynamo.ir.chunk import Chunk
-from piper_dynamo.ir.program import Op, RankProgram
+from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, Pass, TaskName
 from piper_dynamo.ir.work import Work, work_by_operator
@@ -36,15 +36,16 @@ class Costs:
         per_value: How long each value of a collective takes its link beside its bytes.
         host: What issuing an instruction takes of its rank, by what it does (`Op`).
         host_value: What each value of a collective takes of its rank beside that, by what it does.
-        host_byte: The same of each byte of its results.
-        call: What a rank does before its first instruction.
+        host_byte: The same of each byte that it makes, sends, takes or adds.
+        call: What a step takes a rank beside its program; it counts before the first instruction.
+        call_shard: The same of each gradient that a rank with shards hands over.
         slowdown: How much longer chunks take while 1, 2, ... ranks compute, where these share a
             machine; for more of them, as the last says. Empty: each has its own.
 
     Raises:
-        PiperStrategyError: `comm`, `skew`, `per_value`, `call` or one of the host's is negative or
-            not finite, or names no instruction, `bandwidth` is not above 0, a slowdown is below 1,
-            or `of` and `chunks` are both there.
+        PiperStrategyError: `comm`, `skew`, `per_value`, `call`, `call_shard` or one of the host's
+            is negative or not finite, or names no instruction, `bandwidth` is not above 0, a
+            slowdown is below 1, or `of` and `chunks` are both there.
     """
 
     F: float = 1.0
@@ -60,11 +61,12 @@ class Costs:
     host_value: Mapping[Op, float] = field(default_factory=dict)
     host_byte: Mapping[Op, float] = field(default_factory=dict)
     call: float = 0.0
+    call_shard: float = 0.0
     slowdown: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse links that carry nothing, and times that cannot be."""
-        names = ("comm", "skew", "per_value", "call")
+        names = ("comm", "skew", "per_value", "call", "call_shard")
         times = {name: getattr(self, name) for name in names}
         ofs = {n: getattr(self, n) for n in ("host", "host_value", "host_byte")}
         times |= {f"{n} of {op}": time for n, of in ofs.items() for op, time in of.items()}
@@ -128,14 +130,30 @@ class Costs:
         took = {c.key: sum(map(time, work_by_operator(c.graph))) for c in chunks.values()}
         return cls(chunks=took, comm=alpha, bandwidth=bandwidth, skew=skew)
 
-    def to_issue(self, op: Op, specs: Sequence[TensorSpec]) -> float:
-        """How long issuing an instruction takes; `specs` are a collective's results."""
-        fixed = self.host.get(op, 0.0)
-        if not specs:
-            return fixed
-        nbytes = sum(spec.nbytes for spec in specs) if op in self.host_byte else 0
-        of_values = len(specs) * self.host_value.get(op, 0.0)
-        return fixed + of_values + nbytes * self.host_byte.get(op, 0.0)
+    def to_issue(self, program: RankProgram) -> list[float]:
+        """How long each instruction takes its rank, beside what its chunk takes."""
+        coming: dict[str, Sequence[TensorSpec]] = {}  # what handles stand for
+        sizes: dict[str, int] = {}  # of what came
+        found = []
+        for instr in program.instrs:
+            if instr.op is Op.WAIT:
+                specs = coming.pop(instr.inputs[0])
+                sizes |= {out: s.nbytes for out, s in zip(instr.outputs, specs, strict=True)}
+            elif instr.specs:
+                coming[instr.outputs[0]] = instr.specs
+            elif instr.op is Op.POST:
+                assert instr.spec is not None
+                coming[instr.outputs[0]] = [instr.spec]
+            values = len(instr.specs) * self.host_value.get(instr.op, 0.0)
+            nbytes = _moved(instr, sizes) if instr.op in self.host_byte else 0
+            of_bytes = nbytes * self.host_byte.get(instr.op, 0.0)
+            found.append(self.host.get(instr.op, 0.0) + values + of_bytes)
+        return found
+
+    def of_call(self, program: RankProgram) -> float:
+        """What a step takes the rank beside its program."""
+        of_shards = self.call_shard * len(program.grads) if self.call_shard else 0.0
+        return self.call + (of_shards if program.shards or program.experts else 0.0)
 
     def on_link(self, nbytes: float, values: int = 0) -> float:
         """How long a link is taken by so many bytes, and so many values of a collective."""
@@ -145,6 +163,15 @@ class Costs:
     def after_link(self, kind: Kind) -> float:
         """How long a transfer that has been carried takes to arrive."""
         return self.comm + (self.skew if kind is not Kind.SEND else 0.0)
+
+
+def _moved(instr: Instr, sizes: Mapping[str, int]) -> int:
+    """The bytes that an instruction makes, sends, takes or adds."""
+    if instr.specs:
+        return sum(spec.nbytes for spec in instr.specs)
+    if instr.op is Op.ACCUMULATE:  # what chunks make they add themselves; a first part is kept
+        return sizes.get(instr.inputs[-1], 0) if len(instr.inputs) > 1 else 0
+    return instr.spec.nbytes if instr.spec is not None else sum(instr.nbytes)
 
 
 def sent_bytes(kind: Kind, specs: Sequence[TensorSpec], size: int) -> float:

@@ -146,6 +146,22 @@ def test_collectives_take_the_host_by_value_and_byte() -> None:
     assert found.simulate(by_value).makespan == len(gathers) + 0.5 * values
     by_byte = piper.Costs(**free, host_byte={Op.ALL_GATHER: 0.25})
     assert found.simulate(by_byte).makespan == 0.25 * nbytes
+    handed_over = len(found.programs[0].grads)
+    assert found.simulate(piper.Costs(**free, call=1.0, call_shard=0.5)).makespan == (
+        1.0 + 0.5 * handed_over
+    )
+
+
+def test_messages_and_sums_take_the_host_by_byte(line: piper.Plan) -> None:
+    free = {"F": 0.0, "BI": 0.0, "BW": 0.0}
+    sent = [i.spec.nbytes for i in line.programs[0].instrs if i.op is Op.SEND]
+    by_send = line.simulate(piper.Costs(**free, host_byte={Op.SEND: 0.5, Op.POST: 0.25}))
+    assert by_send.starts_of(0)[-1] >= 0.5 * sum(sent)
+    strategy = piper.strategies.pipeline("gpipe", ranks=1, num_microbatches=3, replicas=2, zero=2)
+    shards = piper.plan(Stack4(1), strategy, rows(6))
+    half = Stack4(1).w[0].nbytes // 2  # of four weights, each added twice
+    added = shards.simulate(piper.Costs(**free, host_byte={Op.ACCUMULATE: 1.0})).makespan
+    assert added == 2 * 4 * half
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from piper_dynamo import strategies
 from piper_dynamo.access import state_of
 from piper_dynamo.api import compile as piper_compile
 from piper_dynamo.api import plan
@@ -40,13 +41,13 @@ from piper_dynamo.predict.profile import ChunkTime, Profile, features_of
 from piper_dynamo.runtime.comm import TorchCommunicator
 from piper_dynamo.runtime.executor import Executor
 from piper_dynamo.runtime.launch import communicator, launch, rank, world_size
-from piper_dynamo.strategies import pipeline
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.values import is_whole
 
 WARM, LEAST_RUNS, MOST_RUNS, ENOUGH_S = 2, 7, 50, 0.15
 SIZES = (2**8, 2**16, 2**18, 2**20, 2**22)  # bytes of messages
 VALUES = 65  # of a collective with many
+SHARDS = 16  # parameters of a step whose gradients are shards
 ROUNDS = 15
 SHOW_AFTER_S = 2.0
 
@@ -154,8 +155,18 @@ def measure_ranks(ranks: int) -> dict[str, Any]:
 
 def measure_pair() -> dict[str, Any]:
     """Links and host, as fields of a profile; both of two ranks call it."""
-    links, host = _links(), _host()
-    return links | {"call": host.pop("call"), "host": host.pop("host") | links["host"]}
+    links = _links()
+    regions = {f"layers.{stage}": {"PP": stage} for stage in range(2)}
+    line = strategies.pipeline(ranks=2, num_microbatches=8, regions=regions)
+    host, call = _host(_Tiny(2), line)
+    alone: dict[str, Any] = {"schedule": "gpipe", "ranks": 1, "num_microbatches": 1}
+    alone["regions"] = {"layers.*": {"PP": 0}}
+    whole, sharded = (
+        _host(_Tiny(SHARDS), strategies.pipeline(replicas=2, zero=zero, **alone))[1]
+        for zero in (0, 1)
+    )
+    per_shard = max((sharded - whole) / SHARDS, 0.0)
+    return links | {"host": host | links["host"], "call": call, "call_shard": per_shard}
 
 
 def _links() -> dict[str, Any]:
@@ -186,19 +197,19 @@ def _links() -> dict[str, Any]:
 
 
 def _issuing(comm: TorchCommunicator, group: Any) -> dict[str, dict[str, float]]:
-    """What collectives take of a rank that computes on: each, each value, each byte of results.
+    """What transfers take of a rank that computes on: each, each value, each byte.
 
-    A collective costs processor time until it is over, not only where it is issued: messages are
+    A transfer costs processor time until it is over, not only where it is issued: messages are
     copied and summed by threads of the rank. So what it takes is how much longer the rank computes
     while it is under way.
     """
     large, few = SIZES[-1] // 4, SIZES[0] // 4
-    kinds = ((Op.ALL_REDUCE, 1, 1), (Op.ALL_GATHER, 1, 2), (Op.REDUCE_SCATTER, 2, 1))
+    collectives = ((Op.ALL_REDUCE, 1, 1), (Op.ALL_GATHER, 1, 2), (Op.REDUCE_SCATTER, 2, 1))
     issued: dict[Op, list[float]] = defaultdict(list)
     longer: dict[tuple[Op, int, int], list[float]] = defaultdict(list)
     for _ in range(WARM + ROUNDS):  # all in turn: what else the machine does slows a round of each
         alone = _work_of(2)
-        for op, given, come in kinds:
+        for op, given, come in collectives:
             for count, size in ((1, few), (VALUES, few), (1, large)):
                 values = [torch.zeros(given * size) for _ in range(count)]
                 likes = [torch.zeros(come * size) for _ in range(count)]
@@ -210,16 +221,41 @@ def _issuing(comm: TorchCommunicator, group: Any) -> dict[str, dict[str, float]]
                 _work()
                 comm.wait_all(handle)
                 longer[op, count, size].append(time.perf_counter() - begin - alone)
+        for op, source in ((Op.SEND, 0), (Op.POST, 1)):  # as rank 0 sees it
+            for size in (few, large):
+                dist.barrier()
+                took = _while_one_sends(comm, source, torch.zeros(size))
+                longer[op, 1, size].append(took - alone)
     found: dict[str, dict[str, float]] = {"host": {}, "host_value": {}, "host_byte": {}}
-    for op, _, come in kinds:
-        least, many, much = (
-            statistics.median(longer[op, count, size][WARM:])
-            for count, size in ((1, few), (VALUES, few), (1, large))
-        )
+
+    def extra(op: Op, count: int, size: int) -> float:
+        more, least = longer[op, count, size][WARM:], longer[op, 1, few][WARM:]
+        return max(statistics.median(more) - statistics.median(least), 0.0)
+
+    for op, _, come in collectives:
         found["host"][op.value] = statistics.median(issued[op][WARM:])
-        found["host_value"][op.value] = max((many - least) / (VALUES - 1), 0.0)
-        found["host_byte"][op.value] = max((much - least) / (4 * come * (large - few)), 0.0)
+        found["host_value"][op.value] = extra(op, VALUES, few) / (VALUES - 1)
+        found["host_byte"][op.value] = extra(op, 1, large) / (4 * come * (large - few))
+    for op in (Op.SEND, Op.POST):
+        found["host_byte"][op.value] = extra(op, 1, large) / (4 * (large - few))
+    one, other = torch.zeros(large), torch.zeros(large)
+    found["host_byte"][Op.ADD.value] = _median(lambda: one + other) / one.nbytes
+    found["host_byte"][Op.ACCUMULATE.value] = _median(lambda: one.add_(other)) / one.nbytes
     return found
+
+
+def _while_one_sends(comm: TorchCommunicator, source: int, value: torch.Tensor) -> float:
+    """How long this rank computes, and waits, while a message goes from `source` to the other."""
+    begin = time.perf_counter()
+    if comm.rank == source:
+        comm.send(value, 1 - source, 0)
+        _work()
+        comm.drain(1 - source, 0)
+    else:
+        handle = comm.post(source, 0, value)
+        _work()
+        comm.wait(handle)
+    return time.perf_counter() - begin
 
 
 def _round_trip(comm: TorchCommunicator, value: torch.Tensor) -> None:
@@ -237,7 +273,7 @@ def _all_reduce(comm: TorchCommunicator, values: Sequence[torch.Tensor], group: 
     comm.wait_all(comm.start_collective(Op.ALL_REDUCE, values, group, values))
 
 
-def _median(call: Callable[[], None]) -> float:
+def _median(call: Callable[[], Any]) -> float:
     for _ in range(WARM):
         call()
     took = []
@@ -294,24 +330,25 @@ def _work() -> None:
 
 
 class _Tiny(nn.Module):
-    """Two layers that compute next to nothing: what a step of them takes is its host's."""
+    """Layers that compute next to nothing: what a step of them takes is its host's."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.eye_(layer.get_parameter("weight"))  # alike on all ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, 2] -> 0-dim loss."""
-        first, second = self.layers
-        return second(first(x)).sum()  # type: ignore[no-any-return]
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
 
 
-def _host() -> dict[str, Any]:
-    """What instructions take to issue, and a step beside its program, on rank 0."""
-    regions = {"layers.0": {"PP": 0}, "layers.1": {"PP": 1}}
-    strategy = pipeline("one_f_one_b", ranks=2, num_microbatches=8, regions=regions)
+def _host(model: nn.Module, strategy: Strategy) -> tuple[dict[str, float], float]:
+    """What instructions take this rank to issue, by what they do, and a step beside its program."""
     x = torch.zeros(8, 2)
-    step = piper_compile(_Tiny(), strategy, (x,))
+    step = piper_compile(model, strategy, (x,))
     spent: dict[str, list[float]] = defaultdict(list)
     beside: list[float] = []
 
@@ -328,7 +365,7 @@ def _host() -> dict[str, Any]:
         beside[-1] = time.perf_counter() - start - beside[-1]
     waits = (Op.RUN, Op.WAIT, Op.DRAIN)
     host = {op: statistics.median(took) for op, took in spent.items() if Op(op) not in waits}
-    return {"host": host, "call": statistics.median(beside[WARM:])}
+    return host, statistics.median(beside[WARM:])
 
 
 def machine() -> dict[str, str]:

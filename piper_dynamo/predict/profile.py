@@ -24,7 +24,7 @@ from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.work import work_by_operator
 
-VERSION = 2
+VERSION = 3
 _features: dict[str, tuple[float, ...]] = {}  # by chunk key: equal chunks do the same
 FEATURES = ("product_flops", "product_bytes", "attention_flops", "other_bytes", "operators")
 
@@ -58,8 +58,9 @@ class Profile:
         per_value: What each of its values takes beside its bytes.
         host: What issuing an instruction takes, by what it does.
         host_value: What each value of a collective takes beside that, by what it does.
-        host_byte: The same of each byte of its results.
+        host_byte: The same of each byte that it makes, sends, takes or adds.
         call: What a step takes beside its program.
+        call_shard: The same of each gradient that a rank with shards hands over.
         slowdown: How much longer chunks take while 1, 2, ... ranks compute.
     """
 
@@ -74,6 +75,7 @@ class Profile:
     host_value: Mapping[str, float] = field(default_factory=dict)
     host_byte: Mapping[str, float] = field(default_factory=dict)
     call: float = 0.0
+    call_shard: float = 0.0
     slowdown: tuple[float, ...] = ()
 
     def rates(self) -> tuple[float, ...]:
@@ -104,6 +106,7 @@ class Profile:
             host_value=_by_op(self.host_value),
             host_byte=_by_op(self.host_byte),
             call=self.call,
+            call_shard=self.call_shard,
             slowdown=self.slowdown,
         )
 
@@ -162,7 +165,8 @@ class Profile:
             + (f", {took[0] * 1e3:.3g} to {took[-1] * 1e3:.3g} ms" if took else ""),
             f"messages: {self.alpha * 1e6:.0f} us and {carried} MB/s; "
             f"collectives {self.skew * 1e6:.0f} us more, and {self.per_value * 1e6:.0f} us a value",
-            f"a step beside its program: {self.call * 1e6:.0f} us",
+            f"a step beside its program: {self.call * 1e6:.0f} us, "
+            f"and {self.call_shard * 1e6:.0f} us a gradient that is a shard",
         ]
         if self.slowdown:
             factors = ", ".join(f"{factor:.2f}" for factor in self.slowdown)
@@ -202,6 +206,7 @@ def _read(found: Any) -> Profile:
             for name in ("host", "host_value", "host_byte")
         },
         call=_number(found["call"]),
+        call_shard=_number(found["call_shard"]),
         slowdown=tuple(map(_number, found["slowdown"])),
     )
 
