@@ -49,6 +49,28 @@ def test_it_is_sent_once_to_each_rank(placement: jobs.Placement, targets: list[i
     assert sorted(i.peer for i in first) == targets
 
 
+def test_its_gradients_meet_where_it_was_made() -> None:
+    """R66, the gradient over the skip goes straight back, and is added on the first stage's rank.
+
+    What its forward kept is there until both have come.
+    """
+    plan = piper.plan(Stack4(4, "last"), jobs.strategy(LINE4, 2, "one_f_one_b"), EIGHT)
+    adds = {
+        name
+        for name, chunk in plan.chunks.items()
+        if chunk.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    }
+    assert adds & {name for name in plan.chunks if name.startswith("B")} == {"B_PP0"}
+    back = [i for i in plan.programs[3].instrs if i.op is Op.SEND and i.task == "B.PP3.MB0"]
+    assert sorted(i.peer for i in back) == [0, 2]
+    instrs = plan.programs[0].instrs
+    (backward,) = (i for i in instrs if i.op is Op.RUN and i.task == "B.PP0.MB0")
+    came = [i for i in instrs if i.op is Op.WAIT and set(i.outputs) & set(backward.inputs)]
+    freed = [i for i in instrs if i.op is Op.FREE and backward.bundle_in in i.inputs]
+    assert [i.peer for i in came] == [3, 1]
+    assert instrs.index(came[-1]) < instrs.index(backward) < instrs.index(freed[0])
+
+
 class Lost(Stack4):
     """F1-skip whose gradient over the skip is lost."""
 
