@@ -51,7 +51,12 @@ def head(**asked: int) -> Iterator[str]:
     options = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in asked.items())
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
     start = "start --head --port=0 --include-dashboard=false"
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",  # a token would be written to the user's home
+        "PYTHONPATH": str(ROOT),
+    }
     started = subprocess.run(
         [*ray_command, *start.split(), "--num-cpus=3", *options.split()],
         env=environment,

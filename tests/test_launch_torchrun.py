@@ -1,13 +1,10 @@
-"""Real torchrun: a script that it starts, its agent in this process, and hosts that come and go."""
+"""Real torchrun: a script that it starts, and its agent in this process."""
 
 import functools
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,6 @@ from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.runtime.logs import log_file
 from tests import jobs, restarting
 from tests.source_tree import ROOT
-from tests.test_train_cli import TINY
-from tests.test_train_resume import losses
 
 SCRIPT = """
 import functools, json, sys
@@ -80,50 +75,3 @@ def test_the_agent_tells_who_failed(tmp_path: Path) -> None:
     jobs.mentions(text, "rank 1 failed", "SIGKILL")
     text = jobs.refusal(lambda: piper.launch(boom, 2, engine="torchrun"), PiperRuntimeError)
     jobs.mentions(text, "failed", "ValueError: boom", "test_launch_torchrun.py")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-@pytest.mark.slow
-@pytest.mark.dist(4)
-@pytest.mark.timeout(600)
-def test_a_host_that_is_lost(tmp_path: Path) -> None:
-    """Two hosts of two ranks each; one is killed as a whole, and the other goes on with its two."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    job = f"{TINY} --dtype float64 --steps 12 --eval-every 0 --pp 2 --save-every 1 --keep-last 20"
-    hosts = (
-        f"--engine torchrun --nnodes 1:2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id lost "
-        "--rdzv-conf last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3 "
-        "--max-restarts 3 --dp 2 --fallback dp=1"
-    )
-    command = [sys.executable, "-m", "piper_dynamo", "train", *job.split()]
-
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*command, *hosts.split(), "--out", str(run)],
-            env=environment(),
-            start_new_session=True,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    stays = start()
-    time.sleep(8)  # it opens the place where they meet
-    leaves = start()
-    deadline = time.monotonic() + 240
-    while not (run / "step-000003" / ".metadata").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(leaves.pid, signal.SIGKILL)
-    _, told = stays.communicate(timeout=300)
-    assert stays.returncode == 0, told
-    leaves.communicate()
-    jobs.mentions(told, "topology: 2 hosts", "between hosts", "topology: 1 host;", "going on after")
-    alone = [*command, "--dp", "2", "--out", str(whole)]
-    subprocess.run(alone, env=environment(), check=True, capture_output=True)
-    for got, want in zip(losses(run), losses(whole), strict=True):
-        assert got == pytest.approx(want, abs=1e-9)
