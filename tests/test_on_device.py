@@ -1,6 +1,7 @@
 """How a step runs on its device: what is recorded, what is refused, what profilers see."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 import piper_dynamo as piper
 from docs.programs import cuda_program
 from piper_dynamo import _torch_compat as compat
+from piper_dynamo import planning, programs
 from piper_dynamo.lowering.capturable import why_not_captured
+from piper_dynamo.lowering.happens_before import check_launches
+from piper_dynamo.lowering.streams import on_streams
 from piper_dynamo.on_device import recorder_of
 from piper_dynamo.options import Options
 from piper_dynamo.runtime import nccl
@@ -141,6 +145,45 @@ def test_many_replicas_have_one_launch_order():
     first, other = (str(plan.program(rank, device="cuda")) for rank in (0, 7))
     moved = first.replace("_64", "_71").replace(", 64,", ", 71,")
     assert moved.splitlines()[2:] == other.splitlines()[2:]
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made as if the model were on CUDA."""
+    torch._dynamo.reset()  # equal strategies share their plans
+    monkeypatch.setattr(planning, "on_cuda", lambda args: True)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_plan_on_cuda_runs_in_launch_order_with_its_communicators():
+    plan = piper.plan(Stack4(), jobs.strategy(LINE2, 4, "one_f_one_b"), rows(8))
+    assert not check_launches(plan.programs)
+    assert plan.launched is plan.programs
+    pairs = {group for group in plan.communicators() if group[0] == nccl.PAIR}
+    assert pairs == {(nccl.PAIR, (0, 1)), (nccl.PAIR, (1, 0))}
+    mentions(str(plan.program(0)), "rt.streams", "send_to_1.wait_event")
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_many_replicas_on_cuda_have_a_pair_each():
+    strategy = jobs.strategy({0: [*range(64)], 1: [*range(64, 128)]}, 2, "one_f_one_b")
+    wanted = piper.Strategy(*strategy.directives, piper.Replicate({"PP": "*"}))
+    plan = piper.plan(Stack4(), wanted, rows(4))
+    pairs = {group[1] for group in plan.communicators() if group[0] == nccl.PAIR}
+    assert pairs == {pair for r in range(64) for pair in ((r, r + 64), (r + 64, r))}
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_control_a_plan_on_cuda_with_a_race_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def careless(program: Any, chunks: Any) -> Any:
+        given = on_streams(program, chunks)
+        steps = tuple(replace(s, waits=()) if s.stream else s for s in given.steps)
+        return replace(given, steps=steps)
+
+    monkeypatch.setattr(programs, "on_streams", careless)
+    strategy = jobs.strategy(LINE2, 2, "gpipe")
+    text = refusal(lambda: piper.plan(Stack4(), strategy, rows(8)), piper.PiperPlanError)
+    mentions(text, "the plan's streams are unsafe", "rank 0", "send", "models.py:")
 
 
 # Profilers, settings

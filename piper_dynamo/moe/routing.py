@@ -199,6 +199,10 @@ def _(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("piper::permute", mutates_args=())
 def _permute(tokens: Tensor, order: Tensor, copies: int) -> Tensor:
     """Row i is the token of assignment order[i]; each token has `copies` assignments."""
+    if tokens.is_cuda:
+        from piper_dynamo.kernels import rows  # takes a while: Triton
+
+        return rows.permute(tokens, order, copies)
     return tokens.index_select(0, order if copies == 1 else order // copies)
 
 
