@@ -100,6 +100,7 @@ def _host(
 ) -> None:
     links.enter(rank)
     os.environ.update(
+        TORCHELASTIC_RUN_ID=f"netbed {port}",
         RANK=str(rank),
         LOCAL_RANK="0",
         WORLD_SIZE=str(links.ranks),

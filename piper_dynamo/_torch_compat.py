@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -67,6 +68,7 @@ __all__ = [
     "is_on_meta",
     "is_python_float",
     "is_tracing",
+    "keep_progress_local",
     "local_tensor",
     "mark_dynamic",
     "mesh_of",
@@ -264,6 +266,13 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def keep_progress_local() -> None:
+    """Tqdm's lock, which fx takes, would be a semaphore that a killed process leaves behind."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def unmark_dynamic() -> None:

@@ -83,13 +83,14 @@ class Alarm:
         def asked() -> Report:
             store = self._store.another()
             last = self._number(store)
-            if last > 0 and last == self._seen and time.monotonic() - self._seen_s < FRESH_S:
+            is_fresh = last == self._seen and time.monotonic() - self._seen_s < FRESH_S
+            if last and (is_fresh or store.get(f"{self._key}/{last}/report") is None):
                 return self._follow(store, last)
             if store.count(f"{self._key}/after/{last}") == 1:
                 return self._raise(store, last + 1, mine)
             return self._follow(store, last + 1)
 
-        with waiting.expecting(mine.text, *mine.peers):
+        with waiting.expecting(mine.text, *mine.peers, seconds=mine.seconds):
             return _within(LIMIT_S, asked) or CUT_OFF
 
     def explain_loss(self, mine: At) -> Report:

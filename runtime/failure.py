@@ -138,6 +138,8 @@ def message(failures: Sequence[Failure]) -> str:
     last = {"where": first.where} if first.where else {}
     if first.is_echo and first.blames >= 0:
         title = f"rank {first.blames} did not go on, and rank {first.rank} waited for it in vain"
+        if first.blames == first.rank:
+            title = f"rank {first.rank} did not go on: no other rank answers it"
         return format_error(title, {**also, "why": first.text, **last})
     told = {"error": first.error} if first.error and first.error != first.text else {}
     return format_error(f"rank {first.rank} failed", {**also, "why": first.text, **last, **told})

@@ -2,10 +2,12 @@
 
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
 from typing import Any
@@ -13,10 +15,14 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperError
 from piper_dynamo.runtime.failure import Failure
 from piper_dynamo.runtime.outcomes import GRACE_S, collect
 from piper_dynamo.runtime.world import LOOPBACK, Outcome, Seat, open_store, take_part
+
+START_METHOD = "spawn"  # a fork of this process would share its threads' locks
+STOP_S = 1.0  # how long ranks may take to end once they are asked to
 
 
 def run(
@@ -30,38 +36,57 @@ def run(
 ) -> list[Any]:
     """One start of a job; see `launch`."""
     check_sendable(fn)
-    context = mp.get_context("spawn")
+    context: Any = mp.get_context(START_METHOD)
     # Held here: it outlives any rank, so that the others can still speak to each other.
     store, where = open_store(LOOPBACK)
     processes: list[Any] = []
     results: dict[Any, int] = {}
     try:
-        for r in range(ranks):
-            seat = Seat(
-                rank=r,
-                world_size=ranks,
-                local_rank=r,
-                local_world_size=ranks,
-                store=where,
-                timeout_s=timeout_s,
-                restarts=restarts,
-                job=job,
-                logs=logs,
-            )
-            # A pipe per rank: a queue would leave its semaphores behind when a rank is killed.
-            receive, give = context.Pipe(duplex=False)
-            process = context.Process(target=_body, args=(fn, seat, give), name=f"rank {r}")
-            process.start()
-            give.close()
-            processes.append(process)
-            results[receive] = r
-        found = collect(ranks, lambda: _arrivals(processes, results))
-        for process in processes:
-            process.join(GRACE_S)
+        with _terminable():
+            for r in range(ranks):
+                seat = Seat(
+                    rank=r,
+                    world_size=ranks,
+                    local_rank=r,
+                    local_world_size=ranks,
+                    store=where,
+                    timeout_s=timeout_s,
+                    restarts=restarts,
+                    job=job,
+                    logs=logs,
+                )
+                # A pipe per rank: a queue would leave its semaphores behind when one is killed.
+                receive, give = context.Pipe(duplex=False)
+                process = context.Process(target=_body, args=(fn, seat, give), name=f"rank {r}")
+                process.start()
+                give.close()
+                processes.append(process)
+                results[receive] = r
+            found = collect(ranks, lambda: _arrivals(processes, results))
+            for process in processes:
+                process.join(GRACE_S)
         return [pickle.loads(found[r].value) for r in range(ranks)]
     finally:
         _stop(processes)
         del store
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does: with its ranks."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def check_sendable(fn: Callable[[], Any]) -> None:
@@ -81,6 +106,7 @@ def check_sendable(fn: Callable[[], Any]) -> None:
 
 def _body(fn: Callable[[], Any], seat: Seat, results: Connection) -> None:
     threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    compat.keep_progress_local()
     found = take_part(fn, seat)
     if found.failure is None:
         try:
@@ -116,11 +142,13 @@ def _arrivals(processes: list[Any], results: dict[Any, int]) -> Mapping[int, Out
 
 
 def _stop(processes: list[Any]) -> None:
+    """End what still runs, all of it within `STOP_S`."""
     for process in processes:
         if process.is_alive():
             process.terminate()
+    deadline = time.monotonic() + STOP_S
     for process in processes:
-        process.join(GRACE_S)
+        process.join(max(deadline - time.monotonic(), 0.0))
         if process.is_alive():
             process.kill()
             process.join()

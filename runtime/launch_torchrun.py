@@ -5,6 +5,7 @@ The agent is torch's own: it meets those of other hosts, watches the ranks, and 
 
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ def _join(fn: Callable[[], Any], ranks: Sequence[int], timeout_s: float, logs: s
         with kept(logs, dist.get_rank()):
             value = fn()
         leave(is_last=started)  # else the script may go on
+        if started:
+            dist.barrier()  # the store may be rank 0's, and others may still read from it
         return value
     finally:
         if started:
@@ -177,12 +180,14 @@ def _failed(error: Any) -> JobFailedError:
         else:
             told, trace = str(one.message), str(known.get("extraInfo", {}).get("py_callstack", ""))
             kind, _, text = told.partition(": ")
+            blamed = re.search(r"^ +first +rank (\d+) ", told, re.MULTILINE)
             failure = Failure(
                 rank=rank,
                 when=float(one.timestamp),
                 text=text if kind.startswith("Piper") else trace.rstrip() or told,
                 error=told.partition("\n")[0],
-                is_echo=is_lost(RuntimeError(told)),
+                is_echo=kind == "PiperTimeoutError" or is_lost(RuntimeError(told)),
+                blames=int(blamed[1]) if blamed else -1,
             )
         found[rank] = Outcome(failure=failure)
     return job_failed(found)

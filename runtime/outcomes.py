@@ -7,7 +7,7 @@ from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.runtime.failure import first_of, message
 from piper_dynamo.runtime.world import Outcome
 
-GRACE_S = 5.0  # how long other ranks may take to end after the first failure
+GRACE_S = 2.5  # how long other ranks may take to end after the first failure
 
 
 class JobFailedError(PiperRuntimeError):

@@ -118,16 +118,17 @@ def watched(step: Running) -> Iterator[None]:
 
 
 @contextmanager
-def expecting(text: str, *peers: int) -> Iterator[None]:
+def expecting(text: str, *peers: int, seconds: float = 0.0) -> Iterator[None]:
     """While this thread waits for these ranks outside of a program's lines, that is what it is at.
 
     Args:
         text: In words that go on after "rank 3".
         peers: Which ranks.
+        seconds: For how long it has done so already.
     """
     thread = threading.get_ident()
     before = _expected.get(thread)
-    _expected[thread] = (text, peers), time.monotonic()
+    _expected[thread] = (text, peers), time.monotonic() - seconds
     try:
         yield
     finally:

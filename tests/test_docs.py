@@ -232,5 +232,5 @@ def test_readme_names_the_main_commands():
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
     targets |= {"bench-predict"}
     targets |= {"bench-state", "bench-launch"}
-    targets |= {"fuzz", "fuzz-train", "docs", "lint", "format", "clean"}
+    targets |= {"fuzz", "fuzz-train", "soak", "docs", "lint", "format", "clean"}
     assert targets == make_targets()
