@@ -20,7 +20,7 @@ PACKAGE = ("piper_dynamo", "passes", "lowering", "runtime")
 PICKLES = {
     "piper_dynamo/checkpoint/files.py": "reads DCP's metadata, and makes DCP's own records alone",
     "piper_dynamo/weights.py": "names the error of torch's weights-only loader",
-    "runtime/launch.py": "between a process and the ones that it has started, over a pipe",
+    "runtime/launch_local.py": "between a process and the ones that it has started, over a pipe",
 }
 # Calls of torch.distributed that pickle what they send.
 OBJECTS = re.compile(r"\b\w*_object(_list)?\b|\bsend_object_list\b")
