@@ -178,7 +178,7 @@ class TorchCommunicator:
         self.group = dist.group.WORLD
         self.store = Store(compat.default_store())
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
-        self._isend: Callable[..., Any] = dist.isend
+        self._damaging: Callable[..., Any] | None = None
         self.groups: dict[Group, Any] = {}
         self._meshes: dict[Any, Any] = {}
         self._pairwise: Counter[Group] = Counter()  # collectives made of messages, so far
@@ -217,7 +217,7 @@ class TorchCommunicator:
     def send(self, value: Tensor, target: int, message: int) -> None:
         """See `Communicator`."""
         # The Work must be kept: dropping it loses the message.
-        work = self._isend(value, target, tag=message)
+        work = (self._damaging or dist.isend)(value, target, tag=message)
         self._sending[target, message] = work, value
 
     def drain(self, target: int, message: int) -> None:
@@ -229,11 +229,11 @@ class TorchCommunicator:
         """See `Communicator`."""
 
         def once(value: Tensor, target: int, tag: int) -> Any:
-            self._isend = dist.isend
+            self._damaging = None
             self._damaged = damaged(value)  # must stay until it has left
             return dist.isend(self._damaged, target, tag=tag)
 
-        self._isend = once
+        self._damaging = once
 
     def start_collective(
         self, op: Op, values: Sequence[Tensor], group: Group, likes: Sequence[Any]
