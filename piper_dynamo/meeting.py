@@ -84,7 +84,7 @@ class Meeting:
             text = mine.pack() if comm.rank > 0 else ""
         except Exception as error:  # told to all ranks, and raised below
             cause = error
-            mine = _Message(what=self.what, fault=_text(error))
+            mine = _Message(what=self.what, fault=self._text(error))
             text = mine.pack()
         if comm.world_size > 1:
             comm.publish(f"{self._slot}/{comm.rank}", self._tag + text)
@@ -122,7 +122,7 @@ class Meeting:
                 result = join([found[rank].value for rank in range(comm.world_size)])
                 text = _Message(what=self.what, value=result).pack() if comm.world_size > 1 else ""
             except Exception as failure:  # told to all ranks, and raised below
-                cause, error = failure, PiperRuntimeError(_text(failure))
+                cause, error = failure, PiperRuntimeError(self._text(failure))
         if comm.world_size > 1:
             text = _Message(what=self.what, fault=str(error)).pack() if error is not None else text
             comm.publish(f"{self._slot}/result", self._tag + text)
@@ -183,6 +183,11 @@ class Meeting:
         title = f"{self.what} is a call of all ranks together, and rank {ranks} did not make it"
         return report.marks(PiperTimeoutError(format_error(title, told)))
 
+    def _text(self, error: Exception) -> str:
+        """What is told of a failure; an error of Python's does not say in which call it was."""
+        is_ours = isinstance(error, PiperError)
+        return str(error) if is_ours else f"{self.what}: {type(error).__name__}: {error}"
+
 
 def gathered(comm: Communicator, what: str, value: T) -> list[T] | None:
     """Every rank's value on rank 0, None on the others; every rank calls it.
@@ -208,7 +213,3 @@ def spread(comm: Communicator, what: str, value: T) -> T:
     """
     mine = value if comm.rank == 0 else None
     return Meeting(comm, what).together(lambda: mine, lambda parts: parts[0])  # type: ignore[return-value]
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, PiperError) else f"{type(error).__name__}: {error}"

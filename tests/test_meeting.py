@@ -8,6 +8,8 @@ import torch
 
 import piper_dynamo as piper
 from piper_dynamo.checkpoint import save
+from piper_dynamo.meeting import Meeting
+from piper_dynamo.runtime.world import communicator
 from tests import jobs, replicas
 from tests.jobs import LINE2
 from tests.replicas import CASES, PAIR
@@ -172,3 +174,17 @@ def test_a_state_dict_has_the_plain_names_at_every_moment() -> None:
             MIXED.build(1).load_state_dict(found)
 
     jobs.run_ranks(job, 2)
+
+
+def test_a_failure_of_all_ranks_says_in_which_call() -> None:
+    """As of a disk that is full: the error alone would not say what was tried."""
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    def job() -> str:
+        meeting = Meeting(communicator(5.0), "save_checkpoint('x')")
+        return jobs.refusal(lambda: meeting.together(fail, lambda parts: None))
+
+    for text in jobs.run_ranks(job, 2):
+        assert text == "save_checkpoint('x'): OSError: [Errno 28] No space left on device"
