@@ -1,5 +1,6 @@
 """`piper train --save-every --resume`: the same losses, the last checkpoints, what is refused."""
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 import piper_dynamo as piper
 from piper_dynamo.cli import main
 from piper_dynamo.train import resume
+from piper_dynamo.train.progress import Progress
 from piper_dynamo.train.resume import find_checkpoint, prune, step_folder
 from tests.source_tree import ROOT
 from tests.test_train_cli import alone
@@ -138,3 +140,14 @@ def test_a_killed_job_goes_on_under_another_layout(tmp_path: Path) -> None:
         assert process.wait() == (0 if number == 3 else -signal.SIGKILL)
     for got, want in zip(losses(tmp_path / "run"), losses(tmp_path / "whole"), strict=True):
         assert got == pytest.approx(want, abs=1e-9)
+
+
+def test_a_resumed_run_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a log are numbered as those of the unbroken run are."""
+    said: list[str] = []
+    shown = Progress(is_shown=True, file=io.StringIO())
+    monkeypatch.setattr(shown, "say", said.append)
+    with shown.steps(6, 3) as step:
+        for _ in range(3):
+            step("loss 1")
+    assert [line.split(":")[0] for line in said] == ["step 4 of 6", "step 6 of 6"]

@@ -26,7 +26,7 @@ from piper_dynamo.planning import Plan
 from piper_dynamo.programs import AlikePrograms
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.logs import kept
-from piper_dynamo.runtime.world import communicator, host, is_alone, rank, world_size
+from piper_dynamo.runtime.world import communicator, host, is_alone, rank, restarts, world_size
 from piper_dynamo.timeline import Event, Message, Timeline
 from piper_dynamo.topology import describe
 from piper_dynamo.train.compare import Reference, one_process, verdict
@@ -194,7 +194,7 @@ class _Job:
         optimizer = make_optimizer(parameters(step), config)
         first = self._resume(step, optimizer, corpus)
         self.recorded = min(first + RECORDED_STEP, config.steps - 1)
-        with self.progress.steps(config.steps - first) as show:
+        with self.progress.steps(config.steps, first) as show:
             for number in range(first, config.steps):
                 rate = set_learning_rate(optimizer, number, config)
                 self._step(step, optimizer, corpus, number)
@@ -236,6 +236,8 @@ class _Job:
         """
         config, say = self.config, self.progress.say
         if config.resume is None:
+            if restarts():
+                say("no checkpoint is whole: starting again from step 1")
             return 0
         with self.progress.phase(f"loading {config.resume}"):
             extra = load_checkpoint(config.resume, step, optimizer)

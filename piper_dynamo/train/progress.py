@@ -65,8 +65,10 @@ class Progress:
             self._file.flush()
 
     @contextmanager
-    def steps(self, total: int) -> Iterator[Callable[[str], None]]:
+    def steps(self, total: int, done: int = 0) -> Iterator[Callable[[str], None]]:
         """Show steps and the time left; call what this gives once per step, with what it was.
+
+        A resumed run has done some of the total before.
 
         A bar of tqdm's and not rich's: it needs one line of the terminal and no thread.
         """
@@ -74,11 +76,13 @@ class Progress:
             yield lambda text: None
             return
         if not self._is_terminal:
-            yield _Lines(total, self.say).step
+            yield _Lines(total, done, self.say).step
             return
         from tqdm import tqdm
 
-        with tqdm(total=total, file=self._file, unit="step", dynamic_ncols=True) as bar:
+        with tqdm(
+            total=total, initial=done, file=self._file, unit="step", dynamic_ncols=True
+        ) as bar:
 
             def step(text: str) -> None:
                 bar.set_postfix_str(text, refresh=False)
@@ -90,18 +94,19 @@ class Progress:
 class _Lines:
     """What stands in for the bar in a log."""
 
-    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+    def __init__(self, total: int, done: int, say: Callable[[str], None]) -> None:
         self._total, self._say = total, say
-        self._done = 0
+        self._before = self._done = done
         self._start = self._last = time.perf_counter()
 
     def step(self, text: str) -> None:
         """Count a step; say so after the first, after the last, and every LOG_TICK_S."""
         self._done += 1
         now = time.perf_counter()
-        if 1 < self._done < self._total and now - self._last < LOG_TICK_S:
+        made = self._done - self._before
+        if made > 1 and self._done < self._total and now - self._last < LOG_TICK_S:
             return
         self._last = now
-        left_s = (now - self._start) / self._done * (self._total - self._done)
+        left_s = (now - self._start) / made * (self._total - self._done)
         left = f"{left_s // 60:.0f}:{left_s % 60:02.0f} left"
         self._say(f"step {self._done} of {self._total}: {text}, {left}")
