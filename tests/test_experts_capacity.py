@@ -368,6 +368,7 @@ def test_emulated_devices_send_all_slots() -> None:
     assert jobs.run_ranks(job, 2) == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_inductor_compiles_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expert chunks too, since their sizes are known."""
     from piper_dynamo.lowering import chunks

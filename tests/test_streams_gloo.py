@@ -72,7 +72,7 @@ def on_gloo(kind: str) -> list[Tensor]:
     return first
 
 
-SLOW = ("zero 0", "zero 1")
+SLOW = ("zero 0", "zero 1", "capacity")
 
 
 @pytest.mark.parametrize(

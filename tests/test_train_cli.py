@@ -539,6 +539,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.dist(2)
 @pytest.mark.timeout(200)
 def test_experts_on_two_ranks(tmp_path: Path):

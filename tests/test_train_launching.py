@@ -107,6 +107,7 @@ class Stopped(Exception):
     """Stands for whatever ends a rank."""
 
 
+@pytest.mark.slow
 def test_a_job_that_is_started_again_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
