@@ -98,8 +98,15 @@ def make_targets() -> set[str]:
     return set(re.findall(rf"^({_WORDS}):(?!=)", read("Makefile"), flags=re.MULTILINE))
 
 
+# Their blocks start several jobs.
+LONG = ("docs/launch.md",)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if script(read(d))])
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(d, marks=[pytest.mark.slow] * (d in LONG)) for d in DOCUMENTS if script(read(d))],
+)
 def test_python_blocks_run(document: str, tmp_path: Path):
     # The document's own name, so that a traceback reads README.md:41. Processes that the script
     # starts import it again by that path.
