@@ -376,9 +376,9 @@ def test_inductor_compiles_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     real = chunks._inductor
 
-    def watched(chunk: Any) -> Any:
+    def watched(chunk: Any, **options: Any) -> Any:
         compiled.append(" ".join(str(n.target) for n in chunk.graph.nodes))
-        return real(chunk)
+        return real(chunk, **options)
 
     monkeypatch.setattr(chunks, "_inductor", watched)
     one, wanted = experts.case(), experts.strategy(PAIR, 2, "gpipe", capacity=2)

@@ -185,7 +185,7 @@ def not_reduced(op: Op, parts: list[Tensor], place: int, like: Any) -> Tensor:
 
 def test_control_replicas_that_are_not_reduced() -> None:
     """R32, signature: each replica has the gradient of its own rows."""
-    with fx.patched((local, "_collective", not_reduced)):
+    with fx.patched((local, "combine", not_reduced)):
         ranks = fx.run(lambda: Stack4(1), replicas.strategy(PAIR, 2), EIGHT)
     own = [torch.stack([g.norm() for g in found.grads.values()]).norm().item() for found in ranks]
     assert own == [about(value) for value in F1.NOT_REDUCED]
