@@ -17,9 +17,6 @@ from typing import Any
 from piper_dynamo.errors import PiperError
 from piper_dynamo.runtime import launch_local, launch_ray, launch_torchrun, local
 from piper_dynamo.runtime.outcomes import JobFailedError
-from piper_dynamo.runtime.world import communicator, rank, world_size
-
-__all__ = ["ENGINES", "communicator", "launch", "rank", "world_size"]
 
 log = logging.getLogger("piper.launch")
 

@@ -19,8 +19,8 @@ from piper_dynamo.programs import pairs_of
 from piper_dynamo.runtime import nccl
 from piper_dynamo.runtime.comm import TorchCommunicator
 from piper_dynamo.runtime.device import HostDevice
-from piper_dynamo.runtime.launch import communicator
 from piper_dynamo.runtime.on_streams import meeting_of
+from piper_dynamo.runtime.world import communicator
 from tests import experts, jobs, mutants, on_streams, replicas
 from tests.models import Stack4, rows
 from tests.pool import Pool

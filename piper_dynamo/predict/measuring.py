@@ -40,7 +40,8 @@ from piper_dynamo.options import Options
 from piper_dynamo.predict.profile import ChunkTime, Profile, features_of
 from piper_dynamo.runtime.comm import TorchCommunicator
 from piper_dynamo.runtime.executor import Executor
-from piper_dynamo.runtime.launch import communicator, launch, rank, world_size
+from piper_dynamo.runtime.launch import launch
+from piper_dynamo.runtime.world import communicator, rank, world_size
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.values import is_whole
 
