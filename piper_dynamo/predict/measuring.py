@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 from piper_dynamo import strategies
 from piper_dynamo.access import state_of
@@ -208,7 +208,14 @@ def _issuing(comm: TorchCommunicator, group: Any) -> dict[str, dict[str, float]]
     collectives = ((Op.ALL_REDUCE, 1, 1), (Op.ALL_GATHER, 1, 2), (Op.REDUCE_SCATTER, 2, 1))
     issued: dict[Op, list[float]] = defaultdict(list)
     longer: dict[tuple[Op, int, int], list[float]] = defaultdict(list)
-    for _ in range(WARM + ROUNDS):  # all in turn: what else the machine does slows a round of each
+    rounds = trange(
+        WARM + ROUNDS,
+        desc="transfers",
+        leave=False,
+        delay=SHOW_AFTER_S,
+        disable=None if comm.rank == 0 else True,
+    )
+    for _ in rounds:  # all in turn: what else the machine does slows a round of each
         alone = _work_of(2)
         for op, given, come in collectives:
             for count, size in ((1, few), (VALUES, few), (1, large)):
