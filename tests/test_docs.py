@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -98,14 +99,21 @@ def make_targets() -> set[str]:
     return set(re.findall(rf"^({_WORDS}):(?!=)", read("Makefile"), flags=re.MULTILINE))
 
 
-# Their blocks start several jobs.
-LONG = ("docs/launch.md",)
+# Whose blocks, or commands, start several jobs or go through many plans.
+LONG_BLOCKS = {
+    f"docs/{n}.md" for n in ("debugging", "experts", "launch", "memory", "prediction", "zero")
+}
+LONG_COMMANDS = {f"docs/{name}.md" for name in ("interop", "memory", "prediction")}
+
+
+def quick_but(long: set[str], documents: list[str]) -> list[Any]:
+    """The documents as cases, those of `long` among the slow tests."""
+    return [pytest.param(d, marks=[pytest.mark.slow] * (d in long)) for d in documents]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "document",
-    [pytest.param(d, marks=[pytest.mark.slow] * (d in LONG)) for d in DOCUMENTS if script(read(d))],
+    "document", quick_but(LONG_BLOCKS, [d for d in DOCUMENTS if script(read(d))])
 )
 def test_python_blocks_run(document: str, tmp_path: Path):
     # The document's own name, so that a traceback reads README.md:41. Processes that the script
@@ -163,7 +171,9 @@ def looking_commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if looking_commands(read(d))])
+@pytest.mark.parametrize(
+    "document", quick_but(LONG_COMMANDS, [d for d in DOCUMENTS if looking_commands(read(d))])
+)
 def test_looking_commands_run(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,11 +257,11 @@ def test_one_stage(schedule: str, zero: int, top: int) -> None:
     ("schedule", "zero", "top", "shift"),
     [
         ("one_f_one_b", 0, 2, LONE),
-        ("one_f_one_b", 3, 1, SPREAD),
+        pytest.param("one_f_one_b", 3, 1, SPREAD, marks=pytest.mark.slow),
         ("zb_h1", 1, 2, LONE),
-        ("zbv", 0, 2, SPREAD),
+        pytest.param("zbv", 0, 2, SPREAD, marks=pytest.mark.slow),
         ("dualpipev", 3, 2, LONE),
-        ("dualpipe", 3, 2, LONE),
+        pytest.param("dualpipe", 3, 2, LONE, marks=pytest.mark.slow),
     ],
 )
 def test_pipelines(schedule: str, zero: int, top: int, shift: tuple[float, ...]) -> None:

@@ -384,7 +384,7 @@ def sleeping() -> None:
     ("job", "words"),
     [
         (raising, ("rank 1", "boom", "test_gloo.py")),
-        (killed, ("rank 1", "17")),
+        pytest.param(killed, ("rank 1", "17"), marks=pytest.mark.slow),
         pytest.param(sleeping, ("rank 0", "rank 1"), marks=pytest.mark.slow),
     ],
     ids=["raises", "dies", "hangs"],
