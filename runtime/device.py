@@ -22,6 +22,12 @@ ALIGNED = 512  # bytes: as CUDA's allocator aligns
 Named = Sequence[tuple[str, int]]  # streams: name and priority
 
 
+def placed(buffer: Tensor, shape: Sequence[int], like: Any) -> Tensor:
+    """The first bytes of a planned buffer as a value of this shape, with the dtype of `like`."""
+    count = prod(shape) * like.dtype.itemsize
+    return buffer[:count].view(like.dtype).view(tuple(shape))
+
+
 class Device(Protocol):
     """One rank's device.
 
@@ -197,8 +203,7 @@ class HostDevice:
             return whole, whole if rows is None else whole.narrow(0, 0, rows)
         key = (buffer.data_ptr(), tuple(shape), like.dtype, rows)
         if key not in self._views:
-            count = prod(shape)
-            whole = buffer[: count * like.dtype.itemsize].view(like.dtype).view(tuple(shape))
+            whole = placed(buffer, shape, like)
             self._views[key] = whole, whole if rows is None else whole.narrow(0, 0, rows)
         return self._views[key]
 

@@ -18,7 +18,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from math import prod
 from random import Random
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError
-from piper_dynamo.runtime.device import Named
+from piper_dynamo.runtime.device import Named, placed
 
 _SPOILED = 255  # of every byte: NaN as a float, -1 as a whole number
 _MISSING = object()
@@ -291,9 +290,7 @@ class FakeDevice:
     ) -> tuple[Any, Any]:
         """See `Device`."""
         if buffer is not None:
-            count = prod(shape) * like.dtype.itemsize
-            whole = buffer[:count].view(like.dtype).view(tuple(shape))
-            dropped = None
+            whole, dropped = placed(buffer, shape, like), None
         else:
             whole = torch.empty(tuple(shape), dtype=like.dtype)
             spoiled(whole.untyped_storage())
