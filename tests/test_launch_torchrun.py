@@ -16,14 +16,16 @@ from tests import jobs, restarting
 from tests.source_tree import ROOT
 
 SCRIPT = """
-import functools, json, sys
+import functools, json, os, sys
+from pathlib import Path
 import piper_dynamo as piper
 from tests import restarting
 
 if __name__ == "__main__":
-    job = functools.partial(restarting.train, sys.argv[1])
-    (found,) = piper.launch(job, (2, 1), logs=sys.argv[2])
-    print(json.dumps(found))
+    saved, logs, results = sys.argv[1:]
+    job = functools.partial(restarting.train, saved)
+    (found,) = piper.launch(job, (2, 1), logs=logs)
+    Path(results, os.environ["RANK"] + ".json").write_text(json.dumps(found))
 """
 
 
@@ -42,12 +44,14 @@ def test_a_script_that_torchrun_starts_and_starts_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     asked = ("--nproc-per-node", "2", "--max-restarts", "1", str(script))
-    command = torchrun(*asked, str(tmp_path / "saved"), str(tmp_path / "logs"))
+    results = tmp_path / "results"
+    results.mkdir()
+    folders = (str(tmp_path / "saved"), str(tmp_path / "logs"), str(results))
+    command = torchrun(*asked, *folders)
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    # Rank 0 alone writes to the terminal; what it returned is printed after that by each rank.
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(found) == 2
+    # A file for each rank: lines that two processes print into one pipe may run together.
+    found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
     restarting.check([tuple(one) for one in found], 2)
     jobs.mentions(log_file(tmp_path / "logs", 1).read_text(), "start 0", "start 1")
 
