@@ -9,11 +9,11 @@ ROOT = Path(__file__).parent
 
 
 def read_version() -> str:
-    """The one place that states the version is `__version__` in piper_dynamo/__init__.py."""
-    text = (ROOT / "piper_dynamo" / "__init__.py").read_text(encoding="utf-8")
+    """The one place that states the version is piper_dynamo/version.py."""
+    text = (ROOT / "piper_dynamo" / "version.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
     if found is None:
-        raise RuntimeError('piper_dynamo/__init__.py has no line `__version__ = "..."`')
+        raise RuntimeError('piper_dynamo/version.py has no line `__version__ = "..."`')
     return found[1]
 
 

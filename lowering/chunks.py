@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from piper_dynamo import _torch_compat as compat
+from piper_dynamo import _torch_inductor as inductor
 from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.generated import named
 from piper_dynamo.ir.chunk import Chunk, copied, function_of, runnable
@@ -82,8 +82,8 @@ def _inductor(chunk: Chunk, *, tuned: bool) -> ChunkFn:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
     graph = copied(chunk.graph)
     drop_stand_ins(graph)
-    with one_at_a_time(Path(compat.inductor_folder()), chunk.key):
-        run = compat.compile_with_inductor(runnable(graph), chunk.inputs, tuned=tuned)
+    with one_at_a_time(Path(inductor.inductor_folder()), chunk.key):
+        run = inductor.compile_with_inductor(runnable(graph), chunk.inputs, tuned=tuned)
     expected = [
         (spec.shape, spec.stride, spec.dtype) if spec is not None else None for spec in chunk.inputs
     ]

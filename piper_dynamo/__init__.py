@@ -55,9 +55,9 @@ from piper_dynamo.strategy import (
     Split,
     Strategy,
 )
+from piper_dynamo.version import __version__ as __version__
 from piper_dynamo.weights import load_state_dict
 
-__version__ = "0.1.0"
 __all__ = [
     "Costs",
     "Kernel",

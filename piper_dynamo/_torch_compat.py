@@ -54,7 +54,6 @@ __all__ = [
     "aten_backend",
     "autocast_state",
     "boxed_codegen",
-    "compile_with_inductor",
     "default_store",
     "drop_graph",
     "example_of",
@@ -62,8 +61,6 @@ __all__ = [
     "fixed_size",
     "generator_of",
     "hint_of",
-    "inductor_backend",
-    "inductor_folder",
     "is_marked_dynamic",
     "is_on_meta",
     "is_python_float",
@@ -347,14 +344,6 @@ def aten_backend(simplify: Callable[[fx.Graph], None]) -> Any:
     )
 
 
-def inductor_backend(*, tuned: bool) -> Any:
-    """Torch's own default backend; where `tuned`, with kernels chosen by measuring."""
-    from torch._dynamo.backends.inductor import inductor
-    from torch._inductor import config
-
-    return config.patch(max_autotune=True)(inductor) if tuned else inductor
-
-
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
     """The names of a function's parameters."""
     return list(inspect.signature(fn).parameters)
@@ -372,64 +361,6 @@ def target_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
-
-
-def inductor_settings(*, tuned: bool) -> dict[str, Any]:
-    """How Inductor compiles chunks, of the settings that this torch has.
-
-    The program puts chunks on streams, and captures them: Inductor is to do neither, and to move no
-    communication, of which chunks have none.
-
-    Args:
-        tuned: Choose kernels by measuring.
-    """
-    from torch._inductor import config
-
-    overlaps = "aten_distributed_optimizations"
-    wanted: dict[str, Any] = {
-        "triton.cudagraphs": False,
-        "reorder_for_compute_comm_overlap": False,
-        f"{overlaps}.enable_overlap_scheduling": False,
-        f"{overlaps}.enable_simple_overlap": False,  # 2.14: on by default
-        "max_autotune": tuned,
-    }
-    known = config._config  # type: ignore[attr-defined]
-    return {name: value for name, value in wanted.items() if name in known}
-
-
-def compile_with_inductor(
-    gm: fx.GraphModule, specs: Any, *, tuned: bool = False
-) -> Callable[[list[Any]], Any]:
-    """Inductor's code for a flat, undecomposed graph on fixed shapes; called with one list."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.virtualized import V
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    with mode:
-        fakes = [
-            torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device)
-            if s is not None
-            else 0
-            for s in specs
-        ]
-    with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode), mode:
-        traced = make_fx(gm, decomposition_table=select_decomp_table())(*fakes)
-    (output,) = traced.graph.find_nodes(op="output")
-    # All outputs keep their strides: the next chunk was traced with them.
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    settings = config.patch(inductor_settings(tuned=tuned))
-    with torch.no_grad(), fake_tracing(mode), V.set_fake_mode(mode), settings:
-        return compile_fx_inner(traced, fakes)
-
-
-def inductor_folder() -> str:
-    """Where inductor keeps what it has compiled, for all processes."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
 
 
 # The older names warn from torch 2.13 on.

@@ -15,6 +15,7 @@ from torch import fx
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
+from piper_dynamo import _torch_inductor as inductor
 from piper_dynamo.capture import read_args
 from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_error
 from piper_dynamo.inlining import inline_regions
@@ -76,7 +77,7 @@ def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Call
     _refuse_pending(gm)
     mode = options.compile_for(inputs)
     if mode in FUSED:
-        return compat.inductor_backend(tuned=mode == TUNED)(gm, inputs)  # type: ignore[no-any-return]
+        return inductor.inductor_backend(tuned=mode == TUNED)(gm, inputs)  # type: ignore[no-any-return]
     return compat.aten_backend(drop_stand_ins)(gm, inputs)  # type: ignore[no-any-return]
 
 

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import piper_dynamo as piper
 from docs.programs import cuda_program
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo import planning, programs
+from piper_dynamo import _torch_inductor as inductor
+from piper_dynamo import planning, programs, version
+from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.capturable import why_not_captured
 from piper_dynamo.lowering.happens_before import check_launches
 from piper_dynamo.lowering.streams import on_streams
@@ -199,11 +203,28 @@ def test_profilers_see_tasks():
 
 
 def test_inductor_moves_no_communication():
-    settings = compat.inductor_settings(tuned=True)
+    settings = inductor.inductor_settings(tuned=True)
     assert settings["max_autotune"] is True
     assert settings["triton.cudagraphs"] is False
     assert not any(value for name, value in settings.items() if "overlap" in name)
     assert any("overlap" in name for name in settings)
+
+
+def test_what_is_kept_on_disk_is_of_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graph = fx.symbolic_trace(lambda x: (x.cos(),))
+    specs = [torch.empty(5, 7)]
+
+    def is_found() -> bool:
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        inductor.compile_with_inductor(graph, [TensorSpec.of(s) for s in specs])
+        return counters["inductor"]["fxgraph_cache_hit"] > before
+
+    assert [is_found(), is_found()] == [False, True]
+    monkeypatch.setattr(version, "__version__", "0.0.0")
+    assert [is_found(), is_found()] == [False, True]
 
 
 @pytest.mark.slow

@@ -51,7 +51,16 @@ FACADE = frozenset(
 )
 # Modules that import no other part: every layer may use them.
 COMMON = frozenset(
-    {"errors", "_torch_compat", "_torch_dynamo", "blocks", "kernels.launching", "kernels.pack"}
+    {
+        "errors",
+        "version",
+        "_torch_compat",
+        "_torch_dynamo",
+        "_torch_inductor",
+        "blocks",
+        "kernels.launching",
+        "kernels.pack",
+    }
 )
 
 

@@ -378,7 +378,7 @@ def _host(model: nn.Module, strategy: Strategy) -> tuple[dict[str, float], float
 
 def machine() -> dict[str, str]:
     """What is measured, and with what."""
-    from piper_dynamo import __version__
+    from piper_dynamo.version import __version__
 
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")

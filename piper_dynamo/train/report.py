@@ -134,7 +134,7 @@ class RunFolder:
 
     def write_config(self, config: Config, corpus: Corpus) -> None:
         """What was asked, and on what it runs."""
-        from piper_dynamo import __version__
+        from piper_dynamo.version import __version__
 
         self._write_json(
             "config.json",
