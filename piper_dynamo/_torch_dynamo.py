@@ -30,6 +30,15 @@ def capture_more() -> None:
             dynamo_config.ignore_logging_functions.add(getattr(logging.Logger, name))
 
 
+def guard_shared_parameters() -> None:
+    """Let a model whose weights are shared be no match for what was compiled without.
+
+    Dynamo leaves that check out by default, since what it compiles itself adds gradients up where
+    parameters are one; here each rank's program says whose gradients are summed.
+    """
+    dynamo_config.skip_no_tensor_aliasing_guards_on_parameters = False
+
+
 def argument_names() -> tuple[dict[str, Sequence[str]], str]:
     """What wrappers of a forward hide: names of what its `*args` are, and the name of `**kwargs`.
 

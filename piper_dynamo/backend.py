@@ -52,6 +52,7 @@ def piper(
     if chosen.strategy is None:
         return _one_device(gm, list(example_inputs), chosen)
     compat.raise_recompile_limit()
+    dynamo.guard_shared_parameters()  # the guards are made after this
     _refuse_graph_break(gm)
     refuse_unsupported(chosen.strategy, split_of(chosen.strategy))
     stores = take_stores(gm)

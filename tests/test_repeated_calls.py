@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo import step as stepping
+from piper_dynamo.ir.program import Op
 from tests import jobs
 from tests.jobs import LINE2, ONE
 from tests.models import Dropped, NormNet, Stack4, rows
@@ -63,6 +65,36 @@ def test_memory_is_flat_from_the_second_step_on(model: Any, budget: float | None
     (found,) = jobs.run_ranks(job, 1)
     assert len({tensors for tensors, _ in found[1:]}) == 1, found
     assert found[-1][1] - found[2][1] < 10, found
+
+
+class Pair(nn.Module):
+    """A linear layer per stage, of the same shape; the second may be the first."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if is_shared:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            x = self.first(x).relu()
+        with piper.annotate("PP", 1):
+            return F.mse_loss(self.second(x), y)
+
+
+def test_a_model_with_shared_weights_is_no_match_for_one_without() -> None:
+    """One class, once with and once without: a plan whose gradients are summed over both stages,
+    whatever was planned before."""
+    batch = (torch.ones(4, 4), torch.ones(4, 4))
+
+    def gradients_sent(*, is_shared: bool) -> int:
+        plan = piper.plan(Pair(is_shared=is_shared), jobs.strategy(LINE2, 2), batch)
+        sent = [i for p in plan.programs for i in p.instrs if i.op is Op.SEND and i.spec]
+        return sum(i.spec.shape == (4, 4) for i in sent if i.spec)
+
+    torch._dynamo.reset()
+    assert [gradients_sent(is_shared=flag) for flag in (False, True, False)] == [0, 2, 0]
 
 
 def test_a_second_shape_is_planned_once_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
