@@ -1,49 +1,62 @@
-"""What a step does, pinned: a change of these counts is a regression unless it is meant.
+"""What steps do, as committed: a change of these counts is a regression unless it is meant.
 
-Exact on every machine, since they are read from the plan. Time and memory: `make bench-pipeline`.
+Exact on every machine, since they are read from plans. `make bench-counts` shows all that differs,
+and writes benchmarks/counts.json again. Time and memory: `make bench-pipeline`.
 """
+
+from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 
-from benchmarks.counts import Counts, counts_of
+from benchmarks import counts
+from benchmarks.counts import GATE, Counts, committed, counts_of, difference
 from piper_dynamo.schedules import SCHEDULES
-from piper_dynamo.train.config import Config
 
-# Two ranks, four microbatches, four layers.
-SMALL = {"dim": 32, "layers": 4, "heads": 2, "kv_heads": 1, "seq": 8, "batch": 4, "microbatches": 4}
-WANT = {
-    "gpipe": Counts(instructions=130, frees=99, messages=9, bytes=8196, matmuls=348, chunks=4),
-    "one_f_one_b": Counts(
-        instructions=130, frees=99, messages=9, bytes=8196, matmuls=348, chunks=4
-    ),
-    "interleaved_1f1b": Counts(
-        instructions=210, frees=147, messages=25, bytes=24580, matmuls=348, chunks=6
-    ),
-    "zb_h1": Counts(instructions=134, frees=103, messages=9, bytes=8196, matmuls=348, chunks=5),
-    "zbv": Counts(instructions=190, frees=143, messages=17, bytes=16388, matmuls=348, chunks=8),
-    "dualpipev": Counts(
-        instructions=181, frees=134, messages=17, bytes=16388, matmuls=348, chunks=10
-    ),
-    # Each rank sends the other its part of every gradient.
-    "dualpipe": Counts(
-        instructions=557, frees=366, messages=89, bytes=534796, matmuls=348, chunks=4
-    ),
-}
+WANT = committed()
 
 
-def test_every_schedule_is_counted() -> None:
-    assert WANT.keys() == SCHEDULES.keys()
+def test_every_job_and_count_is_committed() -> None:
+    assert list(WANT) == list(GATE)
+    names = [field.name for field in fields(Counts)]
+    assert all(list(found) == names for found in WANT.values())
+    assert SCHEDULES.keys() <= WANT.keys()
 
 
-@pytest.mark.parametrize("schedule", WANT)
-def test_counts(schedule: str) -> None:
-    assert counts_of(Config(schedule=schedule, **SMALL)) == WANT[schedule]
+SLOW = ("experts, dualpipev", "experts, capacity", "experts, 2 replicas, zero 3")
+
+
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=[pytest.mark.slow] * (job in SLOW)) for job in GATE]
+)
+def test_counts(job: str) -> None:
+    found = difference({job: WANT[job]}, {job: asdict(counts_of(GATE[job]))})
+    assert not found, "\n" + found
 
 
 def test_schedules_change_neither_the_work_nor_its_messages() -> None:
     """What is computed does not depend on the order; what is sent only on the placement."""
-    assert len({w.matmuls for w in WANT.values()}) == 1
-    line = [WANT[s] for s in ("gpipe", "one_f_one_b", "zb_h1")]
-    assert len({(w.messages, w.bytes) for w in line}) == 1
-    vee = [WANT[s] for s in ("zbv", "dualpipev")]
-    assert len({(w.messages, w.bytes) for w in vee}) == 1
+    assert len({WANT[s]["matmuls"] for s in SCHEDULES}) == 1
+    for alike in (("gpipe", "one_f_one_b", "zb_h1"), ("zbv", "dualpipev")):
+        assert len({(WANT[s]["messages"], WANT[s]["bytes"]) for s in alike}) == 1
+
+
+def test_a_difference_is_a_table() -> None:
+    want = {"a": {"messages": 4, "bytes": 0}, "b": {"messages": 2}}
+    now = {"a": {"messages": 5, "bytes": 8}, "c": {"messages": 1}}
+    shown = difference(want, now).splitlines()
+    assert shown[:-1] == [
+        "job  count     committed  now       change",
+        "a    messages          4    5  +1 (+25.0%)",
+        "a    bytes             0    8           +8",
+        "b    messages          2    -         gone",
+        "c    messages          -    1     only now",
+    ]
+    assert "--write" in shown[-1]
+    assert difference(want, want) == ""
+
+
+def test_what_is_written_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts, "PATH", tmp_path / "counts.json")
+    counts.write(WANT)
+    assert counts.committed() == WANT

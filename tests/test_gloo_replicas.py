@@ -10,6 +10,7 @@ from tests import capacity, experts, jobs, replicas
 from tests.jobs import STEPS, Placement, Trace
 from tests.pool import Pool
 from tests.replicas import CASES, LINE
+from tests.test_sent import check_steps
 
 pytestmark = pytest.mark.dist(4)
 
@@ -99,3 +100,8 @@ def check_whole(found: list[dict[str, Tensor]], want: Trace) -> None:
     for rank, whole in enumerate(found):
         for name, value in whole.items():
             jobs.close(value, want.params[name], f"rank {rank}: {name} put together")
+
+
+def test_a_step_sends_the_least_that_its_strategy_has_to(pool: Pool) -> None:
+    """The other jobs are among the slow tests: tests/test_sent.py."""
+    check_steps(pool, "2 replicas, zero 3")
