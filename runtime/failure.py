@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.runtime.faults import kill_of
 
 _LIBRARIES = tuple(
     {
@@ -39,6 +40,14 @@ _LOST = (
     "Socket is not connected",
     "No route to host",
 )
+
+
+UNGUARDED = 70  # exit code of a process that was to start ranks while it read the script again
+UNGUARDED_TEXT = """\
+the process read the script again, to find the function, and came to the call that starts ranks
+put that under `if __name__ == "__main__":`, as in
+    if __name__ == "__main__":
+        piper.launch(train, ranks=2)"""
 
 
 def is_users(file: str) -> bool:
@@ -92,14 +101,30 @@ class Failure:
         )
 
     @classmethod
-    def ended(cls, rank: int, exit_code: int | None) -> "Failure":
-        """A process that ended without a word."""
-        if exit_code is not None and exit_code < 0:
+    def ended(
+        cls, rank: int, exit_code: int | None, restarts: int = 0, *, has_begun: bool = True
+    ) -> "Failure":
+        """A process that ended without a word.
+
+        Args:
+            rank: Which.
+            exit_code: How.
+            restarts: How often the job was started before.
+            has_begun: Whether it came as far as to call the job's function.
+        """
+        if exit_code == UNGUARDED:
+            text = UNGUARDED_TEXT
+        elif exit_code is not None and exit_code < 0:
             text = f"the process was killed by {signal.Signals(-exit_code).name}"
             if -exit_code == signal.SIGKILL:
-                text += " (where nobody did it on purpose, the system ran out of memory)"
+                text += f" ({who_killed(rank, restarts)})"
         else:
             text = f"the process ended with exit code {exit_code}"
+            if not has_begun:
+                text += (
+                    " before it called the function: it could not read the script again, or import "
+                    "the function; what it wrote says why"
+                )
         return cls(rank=rank, when=time.time(), text=text, error=text)
 
     def to_json(self) -> str:
@@ -110,6 +135,14 @@ class Failure:
     def from_json(cls, text: str) -> "Failure":
         """The failure that a text tells."""
         return cls(**json.loads(text))
+
+
+def who_killed(rank: int, restarts: int) -> str:
+    """Why a process may have been killed."""
+    asked = kill_of(rank, restarts)
+    if asked is not None:
+        return f"PIPER_FAULT asks for it: {asked}"
+    return "where nobody did it on purpose, the system ran out of memory"
 
 
 def _last_users_line(trace: TracebackType | None) -> str:

@@ -12,12 +12,14 @@ that makes it happen.
 """
 
 import functools
+import math
 import os
 import re
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, assert_never
 
@@ -31,6 +33,7 @@ VARIABLE = "PIPER_FAULT"
 ATTEMPTS = ("PIPER_RESTARTS", "TORCHELASTIC_RESTART_COUNT")  # how often a job was started again
 FOREVER_S = 3600.0
 KEYS = {"rank": int, "step": int, "task": str, "seconds": float, "attempt": int}
+_NUMBERS = {int: "whole number", float: "number"}
 EXAMPLE = 'PIPER_FAULT="kill:rank=1,step=3,task=B"'
 
 
@@ -70,18 +73,42 @@ def faults_of(rank: int, world_size: int) -> tuple[Fault, ...]:
     Raises:
         PiperError: It asks for something that there is not; lists every fault of the text.
     """
+    attempt = int(next(filter(None, map(os.environ.get, ATTEMPTS)), "0"))
+    found = [fault for fault in _asked() if fault.attempt == attempt]
+    _refuse_outside(found, world_size)
+    return tuple(fault for fault in found if fault.rank == rank)
+
+
+def check_asked(ranks: Sequence[int]) -> None:
+    """Read what the environment asks for before any rank is started.
+
+    Args:
+        ranks: How many there are, by start of the job.
+
+    Raises:
+        PiperError: It cannot be read, or is of a rank that no start has.
+    """
+    _refuse_outside(_asked(), max(ranks))
+
+
+def kill_of(rank: int, attempt: int) -> Fault | None:
+    """The kill that the environment asks of a rank in this start of the job; else None."""
+    asked = (f for f in _asked() if f.kind is Kind.KILL)
+    return next((f for f in asked if f.rank == rank and f.attempt == attempt), None)
+
+
+def _asked() -> tuple[Fault, ...]:
     text = os.environ.get(VARIABLE, "")
-    if not text:
-        return ()
-    found = parse(text)
+    return parse(text) if text else ()
+
+
+def _refuse_outside(found: Sequence[Fault], world_size: int) -> None:
     outside = sorted({fault.rank for fault in found if fault.rank >= world_size})
     if outside:
         ranks = ", ".join(map(str, outside))
         raise PiperError(
             f"PIPER_FAULT names rank {ranks}, and the job has ranks 0 to {world_size - 1}"
         )
-    attempt = int(next(filter(None, map(os.environ.get, ATTEMPTS)), "0"))
-    return tuple(f for f in found if f.rank == rank and f.attempt == attempt)
 
 
 @functools.lru_cache(maxsize=8)
@@ -108,7 +135,8 @@ def parse(text: str) -> tuple[Fault, ...]:
 def _parse_one(text: str) -> Fault:
     name, _, rest = text.partition(":")
     if name not in list(Kind):
-        raise ValueError(f"{name!r} is no kind")
+        near = get_close_matches(name, list(Kind), n=1)
+        raise ValueError(f"{name!r} is no kind" + (f"; did you mean {near[0]}?" if near else ""))
     given: dict[str, Any] = {}
     for pair in rest.split(","):
         key, equals, value = (part.strip() for part in pair.partition("="))
@@ -116,11 +144,14 @@ def _parse_one(text: str) -> Fault:
             raise ValueError(f"{pair!r} is no key=value")
         if key in given:
             raise ValueError(f"{key} stands twice")
-        given[key] = KEYS[key](value)
+        try:
+            given[key] = KEYS[key](value)
+        except ValueError as error:
+            raise ValueError(f"{pair!r}: {value!r} is no {_NUMBERS[KEYS[key]]}") from error
     missing = [key for key in ("rank", "step") if key not in given]
     if missing:
         raise ValueError(f"it has no {' and no '.join(missing)}")
-    if "seconds" in given and (name != Kind.SLEEP or not given["seconds"] > 0):
+    if "seconds" in given and (name != Kind.SLEEP or not 0 < given["seconds"] < math.inf):
         raise ValueError("seconds are of a sleep, and above 0")
     if given["rank"] < 0 or given["step"] < 1 or given.get("attempt", 0) < 0:
         raise ValueError("ranks and attempts count from 0, steps from 1")

@@ -1,5 +1,6 @@
 """Ranks as processes of this machine, which meet over loopback."""
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -16,8 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.errors import PiperError
-from piper_dynamo.runtime.failure import Failure
+from piper_dynamo.errors import PiperError, format_error
+from piper_dynamo.runtime.failure import UNGUARDED, UNGUARDED_TEXT, Failure
 from piper_dynamo.runtime.outcomes import GRACE_S, collect
 from piper_dynamo.runtime.world import LOOPBACK, Outcome, Seat, open_store, take_part
 
@@ -41,6 +42,7 @@ def run(
     store, where = open_store(LOOPBACK)
     processes: list[Any] = []
     results: dict[Any, int] = {}
+    begun: set[int] = set()
     try:
         with _terminable():
             for r in range(ranks):
@@ -62,7 +64,7 @@ def run(
                 give.close()
                 processes.append(process)
                 results[receive] = r
-            found = collect(ranks, lambda: _arrivals(processes, results))
+            found = collect(ranks, lambda: _arrivals(processes, results, begun, restarts))
             for process in processes:
                 process.join(GRACE_S)
         return [pickle.loads(found[r].value) for r in range(ranks)]
@@ -90,23 +92,44 @@ def _terminable() -> Iterator[None]:
 
 
 def check_sendable(fn: Callable[[], Any]) -> None:
-    """Other processes get a function by its name.
+    """Other processes get a function by its name, and read the script that this one runs.
 
     Raises:
-        PiperError: It has none that they could find it by.
+        PiperError: It has none that they could find it by, or there is no such file.
+        SystemExit: This is such a process, and still reads.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.stderr.write(f"launch is called where {UNGUARDED_TEXT}\n")
+        raise SystemExit(UNGUARDED)  # `Failure.ended` tells the rest
     try:
-        pickle.dumps(fn)
+        sent = pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PiperError(
             f"launch cannot send {fn!r} to other processes ({error}); "
             "define it at the top of a module"
         ) from error
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or (script and os.path.isfile(script)):
+        return
+    if script or b"__main__" in sent:
+        raise PiperError(
+            format_error(
+                "launch starts processes that read the script again, and it is in no file",
+                {
+                    "function": getattr(fn, "__qualname__", repr(fn)),
+                    "script": script or "python -c, or an interactive session",
+                },
+                hint='save it as a file and run that; or give engine="inprocess", which has one '
+                "process",
+            )
+        )
 
 
 def _body(fn: Callable[[], Any], seat: Seat, results: Connection) -> None:
     threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
     compat.keep_progress_local()
+    results.send(None)  # it has begun
     found = take_part(fn, seat)
     if found.failure is None:
         try:
@@ -128,16 +151,33 @@ def _leave_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _arrivals(processes: list[Any], results: dict[Any, int]) -> Mapping[int, Outcome]:
+def _arrivals(
+    processes: list[Any], results: dict[Any, int], begun: set[int], restarts: int
+) -> Mapping[int, Outcome]:
+    """What has come from ranks, each of which says first that it has begun, and then how it ended.
+
+    Args:
+        processes: By rank.
+        results: The ranks that have not ended, by what they send.
+        begun: The ranks that have begun; those that do now are added.
+        restarts: How often the job was started before.
+    """
     found: dict[int, Outcome] = {}
     for receive in wait_any(list(results), timeout=0.2):
         assert isinstance(receive, Connection)
-        r = results.pop(receive)
+        r = results[receive]
         try:
-            found[r] = receive.recv()
+            told = receive.recv()
         except EOFError:
             processes[r].join(GRACE_S)
-            found[r] = Outcome(failure=Failure.ended(r, processes[r].exitcode))
+            code = processes[r].exitcode
+            failure = Failure.ended(r, code, restarts, has_begun=r in begun)
+            told = Outcome(failure=failure, is_refusal=code == UNGUARDED)
+        if told is None:
+            begun.add(r)
+        else:
+            found[r] = told
+            del results[receive]
     return found
 
 

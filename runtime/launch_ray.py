@@ -15,6 +15,7 @@ from typing import Any
 
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.runtime.failure import Failure
+from piper_dynamo.runtime.faults import kill_of
 from piper_dynamo.runtime.outcomes import collect
 from piper_dynamo.runtime.world import Outcome, Seat, open_store, take_part
 
@@ -147,7 +148,7 @@ def run(
                 logs=logs,
             )
             pending[actor.run.remote(function, seat)] = r
-        found = collect(count, lambda: _arrivals(ray, pending))
+        found = collect(count, lambda: _arrivals(ray, pending, restarts))
         return [found[r].value for r in range(count)]
     finally:
         for actor in actors:
@@ -203,7 +204,7 @@ def _actors(ray: Any, group: Any, count: int, gpus: int) -> list[Any]:
     ]
 
 
-def _arrivals(ray: Any, pending: dict[Any, int]) -> Mapping[int, Outcome]:
+def _arrivals(ray: Any, pending: dict[Any, int], restarts: int) -> Mapping[int, Outcome]:
     done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)
     found = {}
     for reference in done:
@@ -211,7 +212,9 @@ def _arrivals(ray: Any, pending: dict[Any, int]) -> Mapping[int, Outcome]:
         try:
             found[r] = ray.get(reference)
         except ray.exceptions.RayError as error:
-            text = f"the process ended: {str(error).strip()}"
+            asked = kill_of(r, restarts)
+            why = f", PIPER_FAULT asks for it: {asked}" if asked is not None else ""
+            text = f"the process ended{why}: {str(error).strip()}"
             found[r] = Outcome(failure=Failure(rank=r, when=time.time(), text=text))
     return found
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from piper_dynamo.errors import PiperError
 from piper_dynamo.runtime.failure import Failure, is_lost
+from piper_dynamo.runtime.faults import check_asked
 from piper_dynamo.runtime.launch_local import check_sendable
 from piper_dynamo.runtime.logs import kept
 from piper_dynamo.runtime.outcomes import JobFailedError, job_failed
@@ -98,6 +99,7 @@ def run(
     hosts: Hosts | None = None,
 ) -> list[Any]:
     """Join the ranks that torchrun started; where it started none, start them; see `launch`."""
+    check_asked(ranks)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return _start(fn, ranks, timeout_s, max_restarts, logs, hosts or Hosts())
     if max_restarts and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
@@ -156,7 +158,7 @@ def _start(
             fn, tuple(ranks), timeout_s, logs, hosts.rdzv_endpoint == HERE
         )
     except ChildFailedError as error:
-        raise _failed(error) from error
+        raise _failed(error, max_restarts) from error
     return [found[rank] for rank in sorted(found)]
 
 
@@ -170,13 +172,18 @@ def _member(
     return _join(fn, ranks, timeout_s, logs)
 
 
-def _failed(error: Any) -> JobFailedError:
-    """What torch's agent knows of the ranks that failed here: by rank, and their own text."""
+def _failed(error: Any, restarts: int) -> JobFailedError:
+    """What torch's agent knows of the ranks that failed here: by rank, and their own text.
+
+    Args:
+        error: The agent's.
+        restarts: How often it started them again before it gave up.
+    """
     found = {}
     for rank, one in error.failures.items():
         known = one.error_file_data.get("message")
         if not isinstance(known, dict):  # it did not raise
-            failure = Failure.ended(rank, one.exitcode)
+            failure = Failure.ended(rank, one.exitcode, restarts)
         else:
             told, trace = str(one.message), str(known.get("extraInfo", {}).get("py_callstack", ""))
             kind, _, text = told.partition(": ")

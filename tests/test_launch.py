@@ -2,9 +2,11 @@
 
 import functools
 import io
+import multiprocessing
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from piper_dynamo.lowering.chunks import one_at_a_time
 from piper_dynamo.runtime import launch as launching
 from piper_dynamo.runtime import world
 from piper_dynamo.runtime.failure import Failure
+from piper_dynamo.runtime.launch_local import check_sendable
 from piper_dynamo.runtime.launch_torchrun import Hosts
 from piper_dynamo.runtime.logs import Tee, kept, log_file
 from piper_dynamo.runtime.outcomes import JobFailedError, collect, job_failed
@@ -47,6 +50,77 @@ from tests.models import Stack4, rows
 )
 def test_arguments(call: Callable[[], Any], words: str) -> None:
     jobs.mentions(jobs.refusal(call), words)
+
+
+def main_module(monkeypatch: pytest.MonkeyPatch, file: str | None) -> None:
+    """This process as one that runs that file, or none."""
+    main = types.ModuleType("__main__")
+    if file is not None:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+
+def test_a_script_in_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_main() -> None: ...
+
+    in_main.__module__, in_main.__qualname__ = "__main__", "in_main"
+    for file, fn in (("<stdin>", int), ("<stdin>", in_main), (None, in_main)):
+        main_module(monkeypatch, file)
+        sys.modules["__main__"].__dict__["in_main"] = in_main
+        for engine in ("local", "torchrun"):
+            text = jobs.refusal(lambda fn=fn, e=engine: piper.launch(fn, 2, engine=e))
+            jobs.mentions(text, "it is in no file", "save it as a file", 'engine="inprocess"')
+    main_module(monkeypatch, None)
+    check_sendable(int)  # found without the script
+    main_module(monkeypatch, __file__)
+    check_sendable(int)
+
+
+def test_a_process_that_reads_the_script_again_starts_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        piper.launch(int, 2)
+    guard = 'if __name__ == "__main__":'
+    jobs.mentions(capsys.readouterr().err, "read the script again", guard)
+    assert isinstance(caught.value.code, int)
+    jobs.mentions(Failure.ended(1, caught.value.code).text, "read the script again", guard)
+
+
+def test_a_process_that_did_not_begin_is_told_as_such() -> None:
+    assert "before it called the function" in Failure.ended(1, 3, has_begun=False).text
+    assert "before it called the function" not in Failure.ended(1, 3).text
+
+
+UNGUARDED = """
+import piper_dynamo as piper
+
+def train():
+    return piper.rank()
+
+if __name__ != "__main__" and {leaves}:
+    raise SystemExit(3)
+piper.launch(train, 2, {arguments})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "leaves", "words"),
+    [
+        ("max_restarts=3", False, 'if __name__ == "__main__":'),
+        ("engine='torchrun'", False, 'if __name__ == "__main__":'),
+        ("", True, "exit code 3 before it called the function"),
+    ],
+)
+def test_a_script_without_a_guard(arguments: str, leaves: bool, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED.format(arguments=arguments, leaves=leaves))
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    jobs.mentions(found.stderr.rpartition("JobFailedError")[2], "failed", words)
+    assert "restart 1 of 3" not in found.stderr
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import piper_dynamo as piper
 from piper_dynamo.ir.program import Watch
 from piper_dynamo.lowering.emit import emit
 from piper_dynamo.runtime import faults
+from piper_dynamo.runtime.failure import Failure
 from piper_dynamo.runtime.faults import Fault, Kind, parse
 from tests import jobs
 from tests.faults.fixtures import EIGHT
@@ -50,10 +51,11 @@ def test_what_is_asked_for_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("kil:rank=1,step=3", ("'kil' is no kind",)),
+        ("kil:rank=1,step=3", ("'kil' is no kind; did you mean kill?",)),
+        ("sleep:rank=1,step=3,seconds=inf", ("seconds are of a sleep",)),
         ("kill:rank=1", ("it has no step",)),
         ("kill", ("'' is no key=value",)),
-        ("kill:rank=one,step=3", ("one",)),
+        ("kill:rank=one,step=3", ("'rank=one': 'one' is no whole number",)),
         ("kill:rank=1,step=0", ("steps from 1",)),
         ("kill:rank=1,step=3,seconds=2", ("seconds are of a sleep",)),
         ("kill:rank=1,step=3,step=4", ("step stands twice",)),
@@ -81,6 +83,34 @@ def test_what_there_is_not_is_refused(
     text: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs.mentions(failing(monkeypatch, text), "PIPER_FAULT", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("kil:rank=0,step=1", "did you mean kill?"), ("raise:rank=2,step=1", "has ranks 0 to 1")],
+)
+def test_what_is_misspelt_is_refused_before_ranks_are_started(
+    text: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function has no step, so no rank would look."""
+    monkeypatch.setenv(faults.VARIABLE, text)
+    for engine in ("local", "torchrun", "inprocess"):
+        told = jobs.refusal(lambda engine=engine: piper.launch(int, 2, engine=engine))
+        jobs.mentions(told, "PIPER_FAULT", words)
+
+
+def test_a_rank_of_another_start_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "raise:rank=3,step=1;raise:rank=1,step=1,attempt=1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [fault.rank for fault in faults.faults_of(1, 2)] == [1]
+    faults.check_asked((4, 2))
+
+
+def test_a_kill_that_was_asked_for_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "kill:rank=1,step=3; raise:rank=0,step=1")
+    jobs.mentions(Failure.ended(1, -9).text, "PIPER_FAULT asks for it: kill:rank=1,step=3")
+    for rank, restarts in ((0, 0), (1, 1)):
+        jobs.mentions(Failure.ended(rank, -9, restarts).text, "ran out of memory")
 
 
 # What happens.
