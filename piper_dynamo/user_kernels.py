@@ -65,8 +65,21 @@ class Kernel:
         object.__setattr__(self, "where", where)
 
     def __repr__(self) -> str:
-        shapes = ", ".join(map(str, self.inputs))
-        return f"piper.Kernel({code(self.pattern)}, {code(self.kernel)}, example=({shapes}))"
+        examples = tuple(_Example(spec) for spec in self.inputs)
+        return f"piper.Kernel({code(self.pattern)}, {code(self.kernel)}, example={examples!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """Prints as the code of a tensor like it."""
+
+    spec: TensorSpec
+
+    def __repr__(self) -> str:
+        shape, stride, dtype = self.spec.shape, self.spec.stride, self.spec.dtype
+        if self.spec.is_contiguous:
+            return f'torch.empty({shape!r}, dtype={dtype}, device="meta")'
+        return f'torch.empty_strided({shape!r}, {stride!r}, dtype={dtype}, device="meta")'
 
 
 def checked(given: Any, faults: Faults) -> tuple[Kernel, ...]:

@@ -59,11 +59,22 @@ def code(value: object) -> str:
         case tuple():
             return "(" + ", ".join(map(code, value)) + ("," if len(value) == 1 else "") + ")"
         case _ if callable(value):
-            # By name and without its address: ranks compare strategies by their text.
-            named = value if hasattr(value, "__qualname__") else type(value)
-            return f"{named.__module__}.{named.__qualname__}"
+            return _function(value)
         case _:
             return repr(value)
+
+
+def _function(value: object) -> str:
+    """By name and without its address: ranks compare strategies by their text."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    found: object = sys.modules.get(str(module))
+    for part in str(name).split("."):  # of what is local it leads nowhere
+        found = getattr(found, part, None)
+    if found == value:
+        return f"{module}.{name}"
+    if name is not None:
+        return f"<{name} of {module}, which has no name to import it by>"
+    return f"<an object of {code(type(value))}, which has no code>"
 
 
 class FrozenMap(Mapping[_K, _V]):

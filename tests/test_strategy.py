@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import functools
+import importlib
 import pickle
 import re
 from collections.abc import Callable
@@ -219,7 +221,17 @@ def test_a_weight_function_prints_by_name_and_is_compared_as_itself():
     assert repr(made).endswith(f"loss={__name__}.weight)")
     assert made == piper.Split({}, loss=weight)
     assert made != piper.Split({}, loss=lambda *inputs: 1)
-    assert "0x" not in repr(piper.Split({}, loss=_Weight()))
+    for loss in (weight, _Weight.by_tokens, len):  # the modules imported, it is code
+        one = piper.Split({}, loss=loss)
+        root = importlib.import_module(loss.__module__.partition(".")[0])
+        assert eval(repr(one), {"piper": piper, root.__name__: root}) == one
+    for odd in (lambda *inputs: 1, _Weight(), _Weight().__call__, functools.partial(weight, 1)):
+        text = repr(piper.Split({}, loss=odd))
+        assert "0x" not in text
+        with pytest.raises(SyntaxError):
+            eval(text, {"piper": piper})
+    shown = repr(piper.Split({}, loss=lambda *inputs: 1))
+    assert f".<locals>.<lambda> of {__name__}, which has no name to import it by>" in shown
     with pytest.raises(
         piper.PiperStrategyError, match=r"cannot be written as JSON: loss is a function"
     ):
@@ -229,6 +241,10 @@ def test_a_weight_function_prints_by_name_and_is_compared_as_itself():
 class _Weight:
     def __call__(self, *inputs: Any) -> int:
         return 1
+
+    @classmethod
+    def by_tokens(cls, tokens: Any) -> Any:
+        return tokens
 
 
 # ---- strategies that are wrong ------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+import tests
 from piper_dynamo.errors import PiperRuntimeError, PiperStrategyError
 from tests import jobs
 from tests.jobs import LINE2, mentions, refusal
@@ -145,7 +146,10 @@ def test_kernels_of_a_strategy():
     assert one == other
     assert hash(one) == hash(other)
     assert one != strategy(wrong)
-    mentions(repr(one), "kernels=[piper.Kernel(", "by_hand", "float64[2, 4]")
+    mentions(repr(one), "kernels=[piper.Kernel(", "by_hand", "torch.empty((2, 4), dtype=")
+    assert eval(repr(one), {"piper": piper, "torch": torch, "tests": tests}) == one
+    turned = piper.Strategy(kernels=[piper.Kernel(plain, by_hand, example=(X.T, W))])
+    assert eval(repr(turned), {"piper": piper, "torch": torch, "tests": tests}) == turned
     mentions(refusal(one.to_json, PiperStrategyError), "JSON", "functions")
     mentions(refusal(lambda: piper.Strategy(kernels=[by_hand])), "kernels", "piper.Kernel")
     text = refusal(lambda: piper.Kernel(plain, 3, example=()))  # type: ignore[arg-type]
