@@ -7,7 +7,8 @@ Signature: placed DAG -> the same DAG with order edges beside it.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import groupby, pairwise
 from typing import Any
 
 from torch.fx.node import Node
@@ -15,8 +16,8 @@ from torch.fx.node import Node
 from piper_dynamo.errors import PiperPlanError, format_error, join_faults
 from piper_dynamo.ir.cycle import find_cycle
 from piper_dynamo.ir.graph import Dag, producer, task_of
-from piper_dynamo.ir.task import Pass, TaskName
-from piper_dynamo.passes.select import describe_misses, select
+from piper_dynamo.ir.task import Pass, RegionId, TaskName
+from piper_dynamo.passes.select import describe_misses, made_for, select
 
 
 def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
@@ -40,20 +41,35 @@ def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
                     tags = dict(name.tags)
                     for which in sorted(values & {"BI", "BW", "B"}):
                         if wanted.matches({**tags, "PASS": which}):
-                            (whole if which == "B" else backward).setdefault(name, order.where)
-    both = [name for name in backward if name in whole]
+                            (whole if which == "B" else backward).setdefault(name, _at(order))
+    both: dict[tuple[RegionId, str, str], list[TaskName]] = {}
+    for name in backward:
+        if name in whole:
+            both.setdefault((name.region, whole[name], backward[name]), []).append(name)
     if both:
         raise PiperPlanError(
             join_faults(
                 "a backward is ordered both whole and split",
                 [
-                    f"{name}: as B at {whole[name]}, as BI or BW at {backward[name]}"
-                    for name in both[:5]
+                    f"{_together(same)}: as B at {as_whole}, as BI or BW at {as_halves}"
+                    for (_, as_whole, as_halves), same in both.items()
                 ],
                 hint='use PASS "B", or the pair "BI" and "BW", for one region and microbatch',
             )
         )
     return set(backward)
+
+
+def _together(names: Sequence[TaskName]) -> str:
+    """Tasks that differ by their microbatch alone."""
+    if len(names) == 1:
+        return str(names[0])
+    return f"{replace(names[0], mb=None)} of microbatches {', '.join(str(n.mb) for n in names)}"
+
+
+def _at(order: Any) -> str:
+    """The user's line, and what was called there to make the order."""
+    return f"{order.where} ({order.maker})" if order.maker else str(order.where)
 
 
 def _pass_values(wanted: Any) -> set[str]:
@@ -124,12 +140,13 @@ class Order:
                     for node in found:
                         grouped.setdefault(node, []).append((number, len(groups)))
             if missing:
-                faults += [f"{order.where}: {told}" for told in describe_misses(missing, dag)]
+                told = describe_misses(missing, dag, order.maker)
+                faults += [f"{_at(order)}: {one}" for one in told]
             faults += _same_devices(order, groups)
             faults += _doubled(order, groups)
             faults += _left_out(order, groups, nodes, dag.num_microbatches)
             for before, after in pairwise(groups):
-                dag.orders += [(a, b, order.where) for a in before for b in after if a is not b]
+                dag.orders += [(a, b, _at(order)) for a in before for b in after if a is not b]
         if faults:
             raise PiperPlanError(
                 join_faults("an order cannot be kept", list(dict.fromkeys(faults)))
@@ -156,23 +173,25 @@ def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:
         return []
     shown = ", ".join(f"{task_of(n).name} on {d}" for d, n in list(devices.items())[:4])
     return [
-        f"{order.where}: one order names tasks of several device groups: {shown}\n"
+        f"{_at(order)}: one order names tasks of several device groups: {shown}\n"
         "  hint  write one piper.Order per device group"
     ]
 
 
 def _doubled(order: Any, groups: list[list[Node]]) -> list[str]:
     seen: dict[Node, int] = {}
-    faults = []
+    twice: list[str] = []
     for position, group in enumerate(groups):
         for node in group:
             if node in seen:
-                faults.append(
-                    f"{order.where}: {task_of(node).name} comes twice, "
-                    f"as group {seen[node]} and group {position}"
-                )
+                both = f"as group {seen[node]} and group {position}"
+                twice.append(f"{task_of(node).name} comes twice, {both}")
             seen[node] = position
-    return faults
+    if not twice:
+        return []
+    first, *others = twice
+    more = f"; so do {len(others)} more of its tasks: the last {others[-1]}" if others else ""
+    return [f"{_at(order)}: {first}{more}"]
 
 
 def _left_out(
@@ -203,9 +222,9 @@ def _left_out(
         return []
     shown = ", ".join(slips[:6]) + (f" and {len(slips) - 6} more" if len(slips) > 6 else "")
     return [
-        f"{order.where}: leaves out {shown}, though it names the same pass of other microbatches\n"
-        f"  hint  the batch is split into {num_microbatches}; is the schedule made for as many? "
-        "Name a pass for all microbatches, or for none"
+        f"{_at(order)}: leaves out {shown}, though it names the same pass of other microbatches\n"
+        f"  hint  {made_for(num_microbatches, order.maker)} Name a pass for all microbatches, or "
+        "for none"
     ]
 
 
@@ -223,6 +242,7 @@ def check_acyclic(dag: Dag) -> None:
     index = {node: i for i, node in enumerate(tasks)}
     successors: list[list[int]] = [[] for _ in tasks]
     reason: dict[tuple[int, int], str] = {}
+    ordered: dict[tuple[int, int], str] = {}
     for node in tasks:
         for source in node.all_input_nodes:
             made = producer(source)
@@ -232,12 +252,15 @@ def check_acyclic(dag: Dag) -> None:
     for before, after, where in dag.orders:
         edge = index[before], index[after]
         successors[edge[0]].append(edge[1])
-        reason.setdefault(edge, f"ordered at {where}")
+        if edge not in reason:
+            reason[edge] = f"ordered at {where}"
+            ordered[edge] = where
     cycle = find_cycle(successors)
     if not cycle:
         return
+    edges = list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
     lines, hint = [], "change the order of one of these tasks"
-    for later, earlier in zip(cycle[1:] + cycle[:1], cycle, strict=True):
+    for earlier, later in edges:
         lines.append(
             f"{_line(tasks[later])}  waits for  {task_of(tasks[earlier])}  "
             f"({reason[earlier, later]})"
@@ -253,7 +276,28 @@ def check_acyclic(dag: Dag) -> None:
         if len(ranks) > 1
         else "an order contradicts the dataflow or another order"
     )
-    raise PiperPlanError(format_error(title, {"cycle": "\n".join(lines)}, hint=hint))
+    asked = _asked([(ordered.get(edge, ""), *(tasks[i] for i in edge)) for edge in edges])
+    raise PiperPlanError(format_error(title, {**asked, "cycle": "\n".join(lines)}, hint=hint))
+
+
+def _asked(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
+    """What the orders in a cycle ask for, in a line each.
+
+    Args:
+        edges: The cycle's, in turn: what orders it, if that is an order, and its two tasks.
+    """
+    start = next((i for i, edge in enumerate(edges) if edge[0] != edges[i - 1][0]), 0)
+    found: list[str] = []
+    for where, same in groupby(edges[start:] + edges[:start], key=lambda edge: edge[0]):
+        run = list(same)
+        if where:
+            first, last = task_of(run[0][1]), task_of(run[-1][2])
+            ranks = ",".join(map(str, first.devices))
+            by = where if where.startswith("piper.") else f"the Order at {where}"
+            found.append(f"{by}: {first} before {last}, on rank {ranks}")
+    if not found:
+        return {}
+    return {"contradict" if len(found) > 1 else "asked": "\n".join(dict.fromkeys(found))}
 
 
 _BUFFER = "the new value of buffer"

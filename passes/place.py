@@ -6,7 +6,7 @@ has the same size.
 Signature: DAG over the whole batch -> the same DAG, every task with its devices.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +15,36 @@ from torch.fx.node import Node
 from piper_dynamo.errors import PiperPlanError, join_faults
 from piper_dynamo.ir.graph import Dag, producer, task_of
 from piper_dynamo.ir.task import Kind, Pass, RegionId
-from piper_dynamo.passes.select import describe_miss, region_misses
+from piper_dynamo.passes.select import describe_miss, region_misses, tags_there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One Place directive: what it matches, its ranks, and its name in a message."""
+    """One Place directive: what it matches, its ranks, its name in a message, and what made it."""
 
     filter: Any
     devices: tuple[int, ...]
     label: str
+    maker: str = ""
+
+
+# By what makes Places, the arguments that say which ranks there are, and which stages.
+_RANKS = {
+    "piper.strategies.pipeline": "ranks= or replicas=",
+    "piper.strategies.places": "the placement",
+    "piper.strategies.from_orders": "the orders or replicas=",
+    "piper.strategies.from_torchtitan": "world_size=",
+    "piper.strategies.from_megatron": "world_size=",
+    "piper.strategies.from_deepspeed": "world_size=",
+}
+_STAGES = {
+    "piper.strategies.pipeline": "ranks= or stages=",
+    "piper.strategies.places": "the placement",
+    "piper.strategies.from_orders": "the orders",
+    "piper.strategies.from_torchtitan": "regions=",
+    "piper.strategies.from_megatron": "regions=",
+    "piper.strategies.from_deepspeed": "regions=",
+}
 
 
 class Place:
@@ -52,9 +72,9 @@ class Place:
 
     def __call__(self, dag: Dag) -> None:
         """Rewrite `dag` in place."""
-        faults = self._assign(dag)
+        faults, hint = self._assign(dag)
         if faults:
-            raise PiperPlanError(join_faults("the placement is not possible", faults))
+            raise PiperPlanError(join_faults("the placement is not possible", faults, hint=hint))
         for node in dag.graph.nodes:
             task = node.meta.get("task")
             if task is None or task.devices or task.kind in (Kind.SLICE, Kind.ACCUMULATE):
@@ -62,7 +82,8 @@ class Place:
             source = _last_task(node)
             node.meta["task"] = replace(task, devices=task_of(source).devices)
 
-    def _assign(self, dag: Dag) -> list[str]:
+    def _assign(self, dag: Dag) -> tuple[list[str], str]:
+        """Set the tasks' devices; what is wrong, and what to do about all of it, if that is one."""
         faults: list[str] = []
         tasks = list(dag.tasks())
         if not self._placements:
@@ -73,9 +94,11 @@ class Place:
                     f"nothing is placed, but the world has {self._world_size} ranks\n"
                     "  hint  add piper.Place({...}, devices=[...]) for every region"
                 )
-            return faults
+            return faults, ""
         used = [False] * len(self._placements)
-        homeless: dict[RegionId, dict[int | None, str]] = {}  # by microbatch, the line
+        # By microbatch, the line.
+        homeless: dict[RegionId, dict[int | None, str]] = {}
+        twice: dict[tuple[RegionId, tuple[int, ...]], dict[int | None, str]] = {}
         for node in tasks:
             task = task_of(node)
             assert task.name is not None
@@ -86,23 +109,55 @@ class Place:
                 used[i] = True
             distinct = {self._placements[i].devices for i in matched}
             if len(distinct) > 1:
-                labels = " and ".join(self._placements[i].label for i in matched)
-                faults.append(f"{task.name} is placed twice: {labels}")
+                both = twice.setdefault((task.name.region, tuple(matched)), {})
+                both.setdefault(task.name.mb, task.where or "no source line")
             elif not matched:
                 lost = homeless.setdefault(task.name.region, {})
                 lost.setdefault(task.name.mb, task.where or "no source line")
             else:
                 node.meta["task"] = replace(task, devices=self._placements[matched[0]].devices)
+        faults += [self._twice(*key, both, dag) for key, both in twice.items()]
         faults += self._check_ranks()
         for i, placement in enumerate(self._placements):
             if not used[i]:
                 faults.append(f"{placement.label} " + describe_miss(placement.filter, dag))
-        faults += [_homeless(region, lost, dag) for region, lost in homeless.items()]
+        is_misfit = not all(used) or any(region.tags for region in homeless)
+        hint = self._stages_hint(dag) if is_misfit else ""
+        faults += [_homeless(region, lost, dag, hint) for region, lost in homeless.items()]
         if not faults:
             faults += self._check_groups(tasks, dag)
         if faults:  # a miss may be why nobody says how ranks share a task
             faults += region_misses(self._sharers, dag)
-        return _merge_repeats(faults)
+        return _merge_repeats(faults), hint
+
+    def _argument(self, arguments: Mapping[str, str]) -> str:
+        """What the user would change, where one function made all Places; else nothing."""
+        makers = {placement.maker for placement in self._placements}
+        maker = makers.pop() if len(makers) == 1 else ""
+        return f"{arguments[maker]} of {maker}" if maker in arguments else ""
+
+    def _stages_hint(self, dag: Dag) -> str:
+        """That a function placed other stages than the model has, if one did."""
+        argument = self._argument(_STAGES)
+        if not argument:
+            return ""
+        have = tags_there(dag).get("PP", set())
+        placed = {p.filter.tags.get("PP") for p in self._placements}
+        return (
+            f"the model has {len(have)} stages (parts tagged PP) and {len(placed)} are placed; "
+            f"change {argument}, or tag other parts, by piper.annotate or regions="
+        )
+
+    def _twice(
+        self, region: RegionId, matched: Sequence[int], lines: Mapping[int | None, str], dag: Dag
+    ) -> str:
+        """A region that several Places put on unlike ranks, or some of its microbatches."""
+        where = next(iter(lines.values()))
+        labels = " and ".join(self._placements[i].label for i in matched)
+        return (
+            f"{region} is placed twice{_some(lines, dag)} ({where}): {labels}\n"
+            "  hint  leave one of them out, or let each name other microbatches (MB)"
+        )
 
     def _check_ranks(self) -> list[str]:
         """Every rank of the world is in a placement, and none outside of it."""
@@ -111,7 +166,8 @@ class Place:
         if placed == sorted(world):
             return []
         if placed == list(range(len(placed))):
-            hint = f"start {len(placed)} ranks, or change the devices"
+            devices = self._argument(_RANKS) or "the devices"
+            hint = f"start {len(placed)} ranks, or change {devices}"
         else:
             hint = f"number the ranks that are used from 0 to {len(placed) - 1}"
         faults = [
@@ -170,8 +226,15 @@ class Place:
         return faults
 
 
-def _homeless(region: RegionId, lost: dict[int | None, str], dag: Dag) -> str:
-    """A region, or some of its microbatches (each with its line), that no Place matches."""
+def _homeless(region: RegionId, lost: dict[int | None, str], dag: Dag, told: str) -> str:
+    """A region, or some of its microbatches (each with its line), that no Place matches.
+
+    Args:
+        region: Which.
+        lost: The microbatches.
+        dag: The DAG.
+        told: What is said about all such regions, if something is.
+    """
     where = next(iter(lost.values()))
     if not region.tags:
         return (
@@ -179,14 +242,19 @@ def _homeless(region: RegionId, lost: dict[int | None, str], dag: Dag) -> str:
             "by piper.Strategy(regions=), so that a piper.Place can match it"
         )
     tags: dict[str, Any] = dict(region.tags)
-    some = ""
+    fault = f"{region} is placed nowhere{_some(lost, dag)} ({where})"
+    if told:
+        return fault
     if len(lost) < dag.num_microbatches:
-        some = f" for microbatches {_listed(lost)}"
         tags |= {"MB": sorted(mb for mb in lost if mb is not None)}
-    return (
-        f"{region} is placed nowhere{some} ({where})\n"
-        f"  hint  add piper.Place({tags}, devices=[...])"
-    )
+    return f"{fault}\n  hint  add piper.Place({tags}, devices=[...])"
+
+
+def _some(lines: Mapping[int | None, str], dag: Dag) -> str:
+    """Which microbatches these are, where they are not all."""
+    if len(lines) == dag.num_microbatches:
+        return ""
+    return f" for microbatch{'es' * (len(lines) > 1)} {_listed(lines)}"
 
 
 def _last_task(node: Node) -> Node:

@@ -76,8 +76,20 @@ def _described(reasons: Mapping[str, str]) -> str:
     return "matches nothing: " + "; ".join(each)
 
 
-def describe_misses(missing: Sequence[Any], dag: Dag) -> list[str]:
-    """Why filters match nothing: those that lack the same tags are told as one."""
+def made_for(num_microbatches: int, maker: str) -> str:
+    """What may be wrong with an order that does not go with the number of microbatches."""
+    asked = f"give {maker} as many." if maker else "is the schedule made for as many?"
+    return f"the batch is split into {num_microbatches}; {asked}"
+
+
+def describe_misses(missing: Sequence[Any], dag: Dag, maker: str = "") -> list[str]:
+    """Why filters match nothing: those that lack the same tags are told as one.
+
+    Args:
+        missing: The filters of one order.
+        dag: Where they match nothing.
+        maker: The function that made the order, if one did.
+    """
     have = tags_there(dag)
     count = dag.num_microbatches
     alike: dict[tuple[str, ...], list[tuple[Any, dict[str, str]]]] = {}
@@ -90,7 +102,7 @@ def describe_misses(missing: Sequence[Any], dag: Dag) -> list[str]:
         if others:
             told += f"\n  so do {len(others)} more of its filters, the last {others[-1][0]!r}"
         if tags == ("MB",):
-            told += f"\n  hint  the batch is split into {count}; is the schedule made for as many?"
+            told += f"\n  hint  {made_for(count, maker)}"
         found.append(told)
     return found
 

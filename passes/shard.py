@@ -83,8 +83,20 @@ class _Expert:
         return tuple(tuple(self.devices.index(rank) for rank in group) for group in self.groups)
 
     @property
+    def place(self) -> str:
+        name = task_of(self.node).name
+        assert name is not None
+        return f"{name.region} ({task_of(self.node).where or 'no source line'})"
+
+    @property
     def where(self) -> str:
-        return f"{task_of(self.node).name} ({task_of(self.node).where or 'no source line'})"
+        return f"{_name(self.node)} ({task_of(self.node).where or 'no source line'})"
+
+
+def _name(node: Node) -> str:
+    """A task's name for a message: without its microbatch, so that a fault is told once."""
+    name = task_of(node).name
+    return str(replace(name, mb=None)) if name is not None else str(task_of(node))
 
 
 class Shard:
@@ -197,18 +209,18 @@ def _check(dag: Dag, one: _Expert, experts: dict[Node, _Expert], returned: set[N
             )
         elif producer(source) in experts:
             if experts[producer(source)].groups != one.groups:
-                faults.append(f"{one.where} reads {source.name}, which is sharded in another way")
+                made_by = _name(producer(source))
+                faults.append(f"{one.where} reads a value of {made_by}, sharded in another way")
         elif not (border_of(source, Kind.EXCHANGE) or border_of(source, Kind.EXCHANGE_COUNTS)):
-            made = task_of(producer(source)).name
             faults.append(
-                f"{one.where} reads a value of {made} that piper.moe.dispatch did not send there: "
-                "its experts are elsewhere\n"
+                f"{one.where} reads a value of {_name(producer(source))} that piper.moe.dispatch "
+                "did not send there: its experts are elsewhere\n"
                 "  hint  make it before dispatch, or inside of the expert region from its rows"
             )
     for value in one.node.users:
         outside = [u for u in value.users if _is_other_task(u, experts)]
         if outside and not border_of(value, Kind.UNEXCHANGE):
-            faults.append(f"{one.where} gives {task_of(outside[0]).name} a value that {COMES_BACK}")
+            faults.append(f"{one.where} gives {_name(outside[0])} a value that {COMES_BACK}")
         if value in returned or any(_is_joined(user) for user in value.users):
             faults.append(f"{one.where} gives an output or a buffer a value that {COMES_BACK}")
     return faults
@@ -306,8 +318,9 @@ def _check_other_uses(
         return []
     other = task_of(others[0])
     return [
-        f"parameter {arg.name!r} of {one.where} is used by {other.name} on ranks {other.devices} "
-        f"too ({other.where or 'no source line'}), where all experts, or others, would be needed\n"
+        f"parameter {arg.name!r} of {one.place} is used by {_name(others[0])} on ranks "
+        f"{other.devices} too ({other.where or 'no source line'}), where all experts, or others, "
+        "would be needed\n"
         "  hint  use it in expert regions alone, all of them sharded alike"
     ]
 

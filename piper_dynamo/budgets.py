@@ -38,6 +38,6 @@ def budget_of(budgets: Sequence[Budget], region: RegionId) -> float | None:
 def budgets_of(strategy: Strategy) -> tuple[Budget, ...]:
     """Which regions the strategy's Recomputes bound, and to what they may keep."""
     return tuple(
-        Budget(filter=one.filter, budget=one.budget, label=f"{one!r} at {one.where}")
+        Budget(filter=one.filter, budget=one.budget, label=one.label)
         for one in strategy.of(Recompute)
     )

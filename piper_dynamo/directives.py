@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from piper_dynamo.filters import Filter, FilterLike
 from piper_dynamo.ir.task import is_tag_name
-from piper_dynamo.values import Faults, FrozenMap, code, is_whole, user_line
+from piper_dynamo.values import Faults, FrozenMap, code, is_whole, maker, user_line
 
 Rule: TypeAlias = int | Literal["replicate"]
 Loss: TypeAlias = Literal["mean", "sum"] | Callable[..., Any]
@@ -29,7 +29,7 @@ _ALWAYS = {"Split": ("dim", "num_microbatches")}
 
 
 def _where() -> Any:
-    """The field every directive has: the user's `file:line`, no part of its value."""
+    """A field every directive has about where it is from, which is no part of its value."""
     return field(default="", init=False, compare=False, repr=False)
 
 
@@ -37,10 +37,18 @@ class _Record:
     """What the directives share: storing checked values, and printing as code."""
 
     __slots__ = ()
+    where: str
+    maker: str
 
     def _store(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "maker", maker())
+
+    @property
+    def label(self) -> str:
+        """For messages: the code that builds it, the user's line, and what was called there."""
+        return f"{self!r} at {self.where}" + (f", made by {self.maker}" if self.maker else "")
 
     def __repr__(self) -> str:
         parts = []
@@ -72,6 +80,7 @@ class Split(_Record):
         loss: How the copies' losses combine: "mean", "sum", or a function that is called with a
             microbatch's forward arguments and returns its weight, a scalar, in the mean.
         where: The user's line.
+        maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """
 
     filter: Filter
@@ -80,6 +89,7 @@ class Split(_Record):
     inputs: FrozenMap[str, Rule] | None = None
     loss: Loss = "mean"
     where: str = _where()
+    maker: str = _where()
 
     def __init__(
         self,
@@ -139,11 +149,13 @@ class Place(_Record):
             their gradients are summed over these.
         devices: Ranks, in replica order.
         where: The user's line.
+        maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """
 
     filter: Filter
     devices: tuple[int, ...] = ()
     where: str = _where()
+    maker: str = _where()
 
     def __init__(self, filter: FilterLike | Filter, devices: Sequence[int]) -> None:
         """Check and store.
@@ -191,6 +203,7 @@ class Replicate(_Record):
         keep: How long gathered parameters stay: until the end of the "chunk", of the "step", or
             that many buckets.
         where: The user's line.
+        maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """
 
     filter: Filter
@@ -203,6 +216,7 @@ class Replicate(_Record):
     prefetch: int = 1
     keep: Keep = "chunk"
     where: str = _where()
+    maker: str = _where()
 
     def __init__(  # noqa: PLR0913  (the design's arguments)
         self,
@@ -268,6 +282,7 @@ class Shard(_Record):
             the even share (float), rounded up; None: as many as there are. With one all sizes are
             known beforehand, and it holds on one rank, too.
         where: The user's line.
+        maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """
 
     filter: Filter
@@ -275,6 +290,7 @@ class Shard(_Record):
     stream: str | None = None
     capacity: int | float | None = None
     where: str = _where()
+    maker: str = _where()
 
     def __init__(
         self,
@@ -329,11 +345,13 @@ class Recompute(_Record):
             Recompute; between the two, that part of the difference in bytes, chosen so that the
             least work is done again.
         where: The user's line.
+        maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """
 
     filter: Filter
     budget: float = 0.0
     where: str = _where()
+    maker: str = _where()
 
     def __init__(self, filter: FilterLike | Filter, *, budget: float = 0.0) -> None:
         """Check and store.
@@ -377,6 +395,7 @@ class Precision(_Record):
         grad: What gradients of microbatches are summed in; None: the parameter's own dtype.
         reduce: What gradients are reduced in; None: as they are summed.
         where: The user's line.
+        maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """
 
     filter: Filter
@@ -384,6 +403,7 @@ class Precision(_Record):
     grad: DType | None = None
     reduce: DType | None = None
     where: str = _where()
+    maker: str = _where()
 
     def __init__(
         self,
@@ -427,11 +447,13 @@ class Order(_Record):
         groups: Each a tuple of filters; a filter alone is a group of one.
         stream: Logical stream the tasks run on.
         where: The user's line.
+        maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """
 
     groups: tuple[tuple[Filter, ...], ...]
     stream: str | None = None
     where: str = _where()
+    maker: str = _where()
 
     def __init__(self, groups: Sequence[GroupLike], *, stream: str | None = None) -> None:
         """Check and store.

@@ -536,7 +536,7 @@ def make_plan(  # noqa: PLR0913
     ]
     run_passes(dag, first, check_values=template.check, total=NUM_PASSES)
     placements = [
-        Placement(filter=p.filter, devices=tuple(p.devices), label=f"{p!r} at {p.where}")
+        Placement(filter=p.filter, devices=tuple(p.devices), label=p.label, maker=p.maker)
         for p in strategy.of(PlaceDirective)
     ]
     copies, experts = replications(strategy), shardings(strategy)

@@ -61,7 +61,7 @@ def rules_of(strategy: Strategy) -> tuple[Rule, ...]:
             param=DTYPES[one.param] if one.param else None,
             grad=DTYPES[one.grad] if one.grad else None,
             reduce=DTYPES[one.reduce] if one.reduce else None,
-            label=f"{one!r} at {one.where}",
+            label=one.label,
         )
         for one in strategy.of(Precision)
     )

@@ -41,7 +41,7 @@ def replications(strategy: Strategy) -> list[Replication]:
             Replication(
                 filter=one.filter,
                 zero=one.zero,
-                label=f"{one!r} at {one.where}",
+                label=one.label,
                 reduce_stream=one.reduce_stream or "reduce",
                 gather_stream=one.gather_stream or "gather",
                 prefetch=one.prefetch,
@@ -60,7 +60,7 @@ def shardings(strategy: Strategy) -> list[Sharding]:
     return [
         Sharding(
             filter=one.filter,
-            label=f"{one!r} at {one.where}",
+            label=one.label,
             is_static=one.capacity is not None,
             stream=one.stream or "ep",
             axes=one.axes,
@@ -76,7 +76,7 @@ def capacities_of(strategy: Strategy) -> tuple[Bound, ...]:
         Bound(
             filter=one.filter,
             capacity=Capacity.of(one.capacity),
-            label=f"{one!r} at {one.where}",
+            label=one.label,
         )
         for one in strategy.of(Shard)
         if one.capacity is not None

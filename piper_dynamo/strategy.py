@@ -88,7 +88,7 @@ class Strategy:
             faults.check()
         splits = [d for d in directives if isinstance(d, Split)]
         if len(splits) > 1:
-            both = "\n    ".join(f"{split!r} at {split.where}" for split in splits)
+            both = "\n    ".join(split.label for split in splits)
             faults.say(f"one Split at most, for now; leave one of these out:\n    {both}")
         if mesh is not None and not isinstance(mesh, Mesh):
             faults.add("mesh", mesh, "must be a piper.Mesh, or None")
@@ -172,7 +172,7 @@ def _check_types(directives: Sequence[object], faults: Faults) -> bool:
 
 def _check_mesh(directives: Sequence[Directive], mesh: Mesh | None, faults: Faults) -> None:
     for one in directives:
-        label = f"{one!r} at {one.where}" if not isinstance(one, Order) else ""
+        label = one.label if not isinstance(one, Order) else ""
         if isinstance(one, Place) and mesh is not None:
             outside = [rank for rank in one.devices if rank >= mesh.size]
             if outside:

@@ -92,7 +92,7 @@ def _dump_directive(directive: Directive) -> str:
             continue
         if callable(value):
             raise PiperStrategyError(
-                f"{directive!r} at {directive.where} cannot be written as JSON: {one.name} is a "
+                f"{directive.label} cannot be written as JSON: {one.name} is a "
                 f'function\n  hint  use loss="mean" or "sum", or keep the strategy as Python'
             )
         row[one.name] = _plain(value)

@@ -7,6 +7,7 @@ import json
 import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, TypeGuard, TypeVar
 
 from piper_dynamo.errors import PiperStrategyError
@@ -16,6 +17,8 @@ _V = TypeVar("_V")
 
 # Frames that make a record for somebody else: our own, and the standard library's ways to copy one.
 _INNER = ("piper_dynamo", "dataclasses", "copy")
+# Of these the functions that make records for the user, which is told of what was called.
+_MAKERS = {f"piper_dynamo.{name}": f"piper.{name}" for name in ("strategies", "schedules")}
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -36,19 +39,32 @@ def user_line() -> str:
 
     Walks frame objects only: an order is made thousands of times faster than a traceback.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in _INNER:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if frame.f_back is None:
+    _, frame = _border(sys._getframe())
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def maker() -> str:
+    """The function of `piper.strategies` or `piper.schedules` that the user called, or nothing."""
+    inner, _ = _border(sys._getframe())
+    module = _MAKERS.get(inner.f_globals.get("__name__", ""))
+    return f"{module}.{inner.f_code.co_name}" if module is not None else ""
+
+
+def _border(inner: FrameType) -> tuple[FrameType, FrameType | None]:
+    """The outermost frame of those inside that lead here, and the user's that called it."""
+    outer = inner.f_back
+    while outer is not None:
+        if outer.f_globals.get("__name__", "").partition(".")[0] not in _INNER:
             break
-        frame = frame.f_back
-    return ""
+        inner, outer = outer, outer.f_back
+    return inner, outer
 
 
 def code(value: object) -> str:
-    """Python code that builds `value`: mappings as dicts, functions by their name."""
+    """Python code that builds `value`: mappings as dicts, functions by their name.
+
+    Functions that no name leads to, such as lambdas, have no code: they print in angle brackets.
+    """
     match value:
         case str():
             return json.dumps(value, ensure_ascii=False)
@@ -160,6 +176,8 @@ class Faults:
             PiperStrategyError: Lists every fault.
         """
         if self._found:
-            at = f" at {self._where}" if self._where else ""
+            caller = maker()
+            by = f", called by {caller}," if caller not in ("", self._owner) else ""
+            at = f"{by} at {self._where}" if self._where else ""
             lines = "".join(f"\n  {line}" for line in self._found)
             raise PiperStrategyError(f"{self._owner}{at} is refused{lines}")

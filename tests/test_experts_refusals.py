@@ -134,7 +134,7 @@ class Odd(Mixture):
         ("added up", "not known to treat every row alike"),
         ("buffer", "multiplies by buffer 'fixed' expert by expert"),
         ("turned", "parameter 'square' otherwise than as a weight"),
-        ("twice", "is used by F.PP0.MB0"),
+        ("twice", "is used by F.PP0.v2 on ranks"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(what: str, words: str) -> None:

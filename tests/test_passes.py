@@ -380,8 +380,8 @@ def test_place_refuses_all_at_once():
         refused(lambda: place(filters)(stages.dag)),
         """\
 the placement is not possible
-  F.PP0.MB1 is placed twice: Place({"PP": 0}) and Place({"PP": 0, "MB": 1})
-  B.PP0.MB1 is placed twice: Place({"PP": 0}) and Place({"PP": 0, "MB": 1})
+  PP0 is placed twice for microbatch 1 (model.py:8): Place({"PP": 0}) and Place({"PP": 0, "MB": 1})
+    hint  leave one of them out, or let each name other microbatches (MB)
   Place({"PP": 0, "MB": 1}) names ranks [5], but the world has ranks 0-1
     hint  number the ranks that are used from 0 to 4
   Place({"PP": 3}) names ranks [6, 7], but the world has ranks 0-1
@@ -481,6 +481,21 @@ def test_named_halves():
     assert halves(piper.Order([{"PP": 1, "MB": 0, "PASS": "*"}])) == set()
 
 
+def test_what_all_microbatches_share_is_told_once():
+    """Of a stage, not of each of its tasks: in two Places, whole and split, and named twice."""
+    text = refused(lambda: placed({(0,): {"PP": 0}, (1,): {"PP": [0, 1]}}))
+    assert text.count("placed twice") == 1
+    assert "microbatch" not in text.splitlines()[1]
+    whole, split_up = order_at(3, {"PP": 1, "PASS": "B"}), order_at(4, {"PP": 1, "PASS": "BI"})
+    text = refused(lambda: halves(whole, split_up))
+    assert text.count("as BI or BW") == 1
+    assert "B.PP1 of microbatches 0, 1: as B at train.py:3, as BI or BW at train.py:4" in text
+    forwards = {"PP": 0, "PASS": "F"}
+    text = refused(lambda: ordered(order_at(5, forwards, forwards)))
+    assert text.count("comes twice") == 2
+    assert "F.PP0.MB0 comes twice, as group 0 and group 1; so do 1 more of its tasks" in text
+
+
 def test_a_backward_both_whole_and_split_is_refused():
     orders = (
         order_at(3, {"PP": 1, "PASS": "B"}),
@@ -539,6 +554,7 @@ def test_order_against_the_dataflow_is_refused():
         refused(lambda: ordered(order_at(3, {"PP": 0, "PASS": "B"}, {"PP": 0, "PASS": "F"}))),
         """\
 an order contradicts the dataflow or another order
+  asked  the Order at train.py:3: B.PP0.MB0 before F.PP0.MB0, on rank 0
   cycle  rank 0 B.PP0.MB0 [model.py:8]  waits for  F.PP0.MB0  (uses bundle_PP0_MB0)
          rank 0 F.PP0.MB0 [model.py:8]  waits for  B.PP0.MB0  (ordered at train.py:3)
   hint   change the order of one of these tasks""",
@@ -551,9 +567,11 @@ def test_orders_against_one_another_are_refused():
         refused(lambda: ordered(order_at(3, *both), order_at(4, *both[::-1]))),
         """\
 an order contradicts the dataflow or another order
-  cycle  rank 0 F.PP0.MB1 [model.py:8]  waits for  F.PP0.MB0  (ordered at train.py:3)
-         rank 0 F.PP0.MB0 [model.py:8]  waits for  F.PP0.MB1  (ordered at train.py:4)
-  hint   change the order of one of these tasks""",
+  contradict  the Order at train.py:3: F.PP0.MB0 before F.PP0.MB1, on rank 0
+              the Order at train.py:4: F.PP0.MB1 before F.PP0.MB0, on rank 0
+  cycle       rank 0 F.PP0.MB1 [model.py:8]  waits for  F.PP0.MB0  (ordered at train.py:3)
+              rank 0 F.PP0.MB0 [model.py:8]  waits for  F.PP0.MB1  (ordered at train.py:4)
+  hint        change the order of one of these tasks""",
     )
 
 
@@ -564,14 +582,16 @@ def test_orders_that_deadlock_are_refused():
         refused(lambda: ordered(first, second)),
         """\
 the orders deadlock: tasks wait for one another across ranks
-  cycle  rank 1 B.PP1.MB0 [model.py:8]  waits for  F.PP1.MB0  (uses bundle_PP1_MB0)
-         rank 1 send.B.PP1.MB0.mm_3_MB0 [model.py:8]  waits for  B.PP1.MB0  (uses mm_3_MB0)
-         rank 0 recv.B.PP1.MB0.mm_3_MB0 [model.py:8]  waits for  send.B.PP1.MB0.mm_3_MB0  (uses send_mm_3_MB0_to_0)
-         rank 0 B.PP0.MB0 [model.py:8]  waits for  recv.B.PP1.MB0.mm_3_MB0  (uses mm_3_MB0_on_0)
-         rank 0 F.PP0.MB1 [model.py:8]  waits for  B.PP0.MB0  (ordered at train.py:3)
-         rank 0 send.F.PP0.MB1.tanh_MB1 [model.py:8]  waits for  F.PP0.MB1  (uses tanh_MB1)
-         rank 1 recv.F.PP0.MB1.tanh_MB1 [model.py:8]  waits for  send.F.PP0.MB1.tanh_MB1  (uses send_tanh_MB1_to_1)
-         rank 1 F.PP1.MB1 [model.py:8]  waits for  recv.F.PP0.MB1.tanh_MB1  (uses tanh_MB1_on_1)
-         rank 1 F.PP1.MB0 [model.py:8]  waits for  F.PP1.MB1  (ordered at train.py:4)
-  hint   change the order of one of these tasks""",
+  contradict  the Order at train.py:3: B.PP0.MB0 before F.PP0.MB1, on rank 0
+              the Order at train.py:4: F.PP1.MB1 before F.PP1.MB0, on rank 1
+  cycle       rank 1 B.PP1.MB0 [model.py:8]  waits for  F.PP1.MB0  (uses bundle_PP1_MB0)
+              rank 1 send.B.PP1.MB0.mm_3_MB0 [model.py:8]  waits for  B.PP1.MB0  (uses mm_3_MB0)
+              rank 0 recv.B.PP1.MB0.mm_3_MB0 [model.py:8]  waits for  send.B.PP1.MB0.mm_3_MB0  (uses send_mm_3_MB0_to_0)
+              rank 0 B.PP0.MB0 [model.py:8]  waits for  recv.B.PP1.MB0.mm_3_MB0  (uses mm_3_MB0_on_0)
+              rank 0 F.PP0.MB1 [model.py:8]  waits for  B.PP0.MB0  (ordered at train.py:3)
+              rank 0 send.F.PP0.MB1.tanh_MB1 [model.py:8]  waits for  F.PP0.MB1  (uses tanh_MB1)
+              rank 1 recv.F.PP0.MB1.tanh_MB1 [model.py:8]  waits for  send.F.PP0.MB1.tanh_MB1  (uses send_tanh_MB1_to_1)
+              rank 1 F.PP1.MB1 [model.py:8]  waits for  recv.F.PP0.MB1.tanh_MB1  (uses tanh_MB1_on_1)
+              rank 1 F.PP1.MB0 [model.py:8]  waits for  F.PP1.MB1  (ordered at train.py:4)
+  hint        change the order of one of these tasks""",
     )

@@ -255,7 +255,7 @@ def test_microbatches_that_are_placed_nowhere_or_twice() -> None:
         return refusal(lambda: piper.plan(Stack4(2), wanted, rows(8)), piper.PiperPlanError)
 
     mentions(places([0], [3]), "PP0 is placed nowhere for microbatches 1, 2")
-    mentions(places(range(3), [2, 3]), "F.PP0.MB2 is placed twice")
+    mentions(places(range(3), [2, 3]), "PP0 is placed twice for microbatch 2")
     mentions(places(range(4), range(4, 8)), "matches nothing", "no task has MB=")
 
 

@@ -148,7 +148,7 @@ def _refuse_what_must_differ(target: Target, plan: Plan) -> None:
         raise PiperError(
             format_error(
                 "experts with a capacity drop rows, which one process does not",
-                {"directive": f"{dropping[0]!r} at {dropping[0].where}"},
+                {"directive": dropping[0].label},
                 hint="compare without capacity=",
             )
         )
@@ -157,7 +157,7 @@ def _refuse_what_must_differ(target: Target, plan: Plan) -> None:
         raise PiperError(
             format_error(
                 "piper.Precision rounds, which one process does not",
-                {"directive": f"{rounding[0]!r} at {rounding[0].where}"},
+                {"directive": rounding[0].label},
                 hint="compare without it",
             )
         )
