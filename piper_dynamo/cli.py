@@ -15,7 +15,8 @@ from piper_dynamo.errors import PiperError, PiperStrategyError
 from piper_dynamo.look.commands import COMMANDS
 from piper_dynamo.look.options import option_of
 from piper_dynamo.look.prediction import PREDICTING
-from piper_dynamo.train.config import Config, schedule_name
+from piper_dynamo.schedules import schedule_name
+from piper_dynamo.train.config import Config
 from piper_dynamo.train.launching import ENGINES, HOSTS, Launching
 from piper_dynamo.train.resume import find_checkpoint
 

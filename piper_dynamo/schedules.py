@@ -22,6 +22,7 @@ Signature: placement, number of microbatches -> orders.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, assert_never
 
@@ -231,6 +232,34 @@ SCHEDULES: Mapping[str, tuple[Schedule, Shape | None]] = {
 }
 """Every schedule by name, with the shape of placement that it needs; None: any."""
 
+# Other names that people use for a schedule.
+ALIASES = {"1f1b": "one_f_one_b"}
+
+
+def schedule_name(given: str) -> str:
+    """The name in `SCHEDULES` that is meant: `1f1b` and `zb-h1` are understood."""
+    plain = given.lower().replace("-", "_")
+    return ALIASES.get(plain, plain)
+
+
+def name_of(schedule: object, faults: Faults) -> str:
+    """The name of a schedule, which is given by it or as the function.
+
+    Where it is neither, that is added to `faults`, and the name is empty.
+    """
+    for name, (build, _) in SCHEDULES.items():
+        if schedule == name or schedule is build:
+            return name
+    if callable(schedule):
+        hint = "piper.strategies.from_orders makes a strategy of orders of your own"
+        faults.add("schedule", schedule, f"is none of piper.schedules; {hint}")
+        return ""
+    near = get_close_matches(schedule_name(str(schedule)), SCHEDULES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    faults.add("schedule", schedule, f"{hint}there are: {', '.join(SCHEDULES)}")
+    return ""
+
+
 _PASSES = {"F": _F, "B": _B, "I": _BI, "W": _BW}
 
 
@@ -300,25 +329,26 @@ def stages_by_rank(name: str, placement: Any, num_microbatches: Any) -> list[lis
     faults.whole("num_microbatches", num_microbatches, 1)
     count = len(placement) if isinstance(placement, Mapping) else 0
     if not count:
-        faults.add("placement", placement, "must be a dict of stage to devices: {0: [0], 1: [1]}")
+        faults.add("placement", placement, f"must be a dict; {_KEYS}")
     elif not all(is_whole(s) for s in placement) or set(placement) != set(range(count)):
-        faults.add("placement", placement, f"has {count} stages; they must be 0 to {count - 1}")
+        must = f"has {count} stages; they must be 0 to {count - 1}; {_KEYS}"
+        faults.add("placement", placement, must)
     else:
         for s, devices in placement.items():
             if not _are_devices(devices):
-                faults.add(f"placement[{s}]", devices, "must be a list of different ranks: [0]")
+                must = f"must be a list of different ranks: [0], those of stage {s}"
+                faults.add(f"placement[{s}]", devices, must)
     faults.check()
     groups: dict[tuple[int, ...], list[int]] = {}
     for s in range(count):
         groups.setdefault(tuple(placement[s]), []).append(s)
     if sum(map(len, groups)) > len(set().union(*groups)):
-        faults.add(
-            "placement", placement, "two stages share some devices; let them share all or none"
-        )
+        shares = "two stages share some devices; let them share all or none"
+        faults.add("placement", placement, f"{shares}; {_KEYS}")
         faults.check()
     ranks, shape = list(groups.values()), SCHEDULES[name][1]
     if shape is not None and ranks != _expected(shape, count, len(ranks)):
-        faults.add("placement", placement, _NEEDS[shape])
+        faults.add("placement", placement, f"{_NEEDS[shape]}; {_KEYS}")
         faults.check()
     _check_microbatches(name, len(ranks), num_microbatches, faults)
     faults.check()
@@ -345,6 +375,7 @@ def _check_microbatches(name: str, p: int, m: int, faults: Faults) -> None:
         )
 
 
+_KEYS = "its keys are stages, its values their ranks, such as {0: [0], 1: [1]}"
 _NEEDS = {
     Shape.LINE: "must be a line, a stage per rank: {0: [0], 1: [1]}; where ranks have several, "
     "use interleaved_1f1b (loop), zbv or dualpipev (V), or gpipe (any)",

@@ -4,7 +4,6 @@ Signature: a few numbers -> a strategy.
 """
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import assert_never
 
 from piper_dynamo import foreign
@@ -20,20 +19,20 @@ from piper_dynamo.directives import (
     Split,
 )
 from piper_dynamo.mesh import Mesh
-from piper_dynamo.schedules import SCHEDULES, Shape, stages_by_rank
+from piper_dynamo.schedules import SCHEDULES, Schedule, Shape, name_of, stages_by_rank
 from piper_dynamo.strategy import LossPath, Strategy
-from piper_dynamo.values import Faults, is_whole, user_line
+from piper_dynamo.values import Faults, is_whole, maker, user_line
 
 _NEEDED = ("pp", "dp")  # axes that a mesh has whatever their size
 
 
 def placement(
-    schedule: str, ranks: int, stages: int | None = None, *, replicas: int = 1
+    schedule: str | Schedule, ranks: int, stages: int | None = None, *, replicas: int = 1
 ) -> dict[int, list[int]]:
     """Where a schedule wants its stages: a line, one or both ways, a loop or a V.
 
     Args:
-        schedule: Its name in `piper.schedules`.
+        schedule: Its name in `piper.schedules`, or the function itself.
         ranks: Pipeline ranks.
         stages: Stages in all; None: as few as the schedule can have. Only gpipe and
             interleaved_1f1b can have more, a multiple of `ranks`.
@@ -45,13 +44,14 @@ def placement(
     Raises:
         PiperStrategyError: Lists every argument that is not allowed.
     """
-    faults = Faults("piper.strategies.placement", user_line())
-    shape = _shape(schedule, faults)
+    faults = Faults(maker() or "piper.strategies.placement", user_line())
+    name = name_of(schedule, faults)
     faults.whole("ranks", ranks, 1)
     faults.whole("replicas", replicas, 1)
     if stages is not None:
         faults.whole("stages", stages, 1)
     faults.check()
+    shape = SCHEDULES[name][1]
     match shape:
         case Shape.LINE | Shape.TWO_WAY:
             count, fits, must = ranks, stages == ranks, f"must be {ranks}, one per rank"
@@ -66,7 +66,7 @@ def placement(
         case _:
             assert_never(shape)
     if stages is not None and not fits:
-        faults.add("stages", stages, f"{must}, for {schedule}")
+        faults.add("stages", stages, f"{must}, for {name}")
         faults.check()
     stages = count if stages is None else stages
     on = [min(s, 2 * ranks - 1 - s) if shape is Shape.VEE else s % ranks for s in range(stages)]
@@ -74,7 +74,7 @@ def placement(
 
 
 def places(
-    schedule: str, placement: Mapping[int, Sequence[int]], num_microbatches: int
+    schedule: str | Schedule, placement: Mapping[int, Sequence[int]], num_microbatches: int
 ) -> list[Place]:
     """The directives that put a schedule's stages on their devices.
 
@@ -82,7 +82,7 @@ def places(
     the microbatches, and on those of stage p-1-s for the second half.
 
     Args:
-        schedule: Its name in `piper.schedules`.
+        schedule: Its name in `piper.schedules`, or the function itself.
         placement: Devices of each stage, as the schedule takes it.
         num_microbatches: How many microbatches the batch is split into.
 
@@ -93,10 +93,10 @@ def places(
         PiperStrategyError: There is no such schedule, or it does not take these arguments.
     """
     faults = Faults("piper.strategies.places", user_line())
-    shape = _shape(schedule, faults)
+    name = name_of(schedule, faults)
     faults.check()
-    stages_by_rank(schedule, placement, num_microbatches)
-    if shape is not Shape.TWO_WAY:
+    stages_by_rank(name, placement, num_microbatches)
+    if SCHEDULES[name][1] is not Shape.TWO_WAY:
         return [Place({"PP": stage}, devices=group) for stage, group in placement.items()]
     half, last = num_microbatches // 2, len(placement) - 1
     return [
@@ -110,7 +110,7 @@ def places(
 
 
 def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
-    schedule: str = "one_f_one_b",
+    schedule: str | Schedule = "one_f_one_b",
     *,
     ranks: int,
     num_microbatches: int,
@@ -133,7 +133,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     """A pipeline over regions `PP=0` to `PP=stages-1`, placed as the schedule needs it.
 
     Args:
-        schedule: Its name in `piper.schedules`.
+        schedule: Its name in `piper.schedules`, or the function itself.
         ranks: Pipeline ranks.
         num_microbatches: How many microbatches the batch is split into.
         stages: Stages in all; None: as few as the schedule can have, see `placement`.
@@ -180,6 +180,11 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         faults.add("shard_ranks", shard_ranks, must)
     faults.check()
     on = placement(schedule, ranks, stages)
+    name = name_of(schedule, faults)
+    build, shape = SCHEDULES[name]
+    if shape is Shape.TWO_WAY and ranks % 2:
+        faults.add("ranks", ranks, f"must be even, for {name}")
+    faults.check()
     has_shard = expert_ranks > 1 or capacity is not None
     copies, blocks = replicas // sharers, sharers // expert_ranks
     sizes = {"pp": ranks, "copy": copies, "dp": blocks, "ep": expert_ranks}
@@ -202,10 +207,9 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
         keep=keep,
     )
     shard = Shard({"EP": "*"}, axes=None if mesh is None else ("ep",), capacity=capacity)
-    build, _ = SCHEDULES[schedule]
     return Strategy(
         Split({}, dim="MB", num_microbatches=num_microbatches, inputs=inputs, loss=combine),
-        *places(schedule, devices, num_microbatches),
+        *places(name, devices, num_microbatches),
         *([how] if replicas > 1 else []),
         *([shard] if has_shard else []),
         *([] if recompute is None else [Recompute({"PP": "*"}, budget=recompute)]),
@@ -396,12 +400,3 @@ def _foreign(
     return Strategy(
         *made.directives, meaning.precision, mesh=made.mesh, loss=made.loss, regions=made.regions
     )
-
-
-def _shape(schedule: object, faults: Faults) -> Shape | None:
-    if isinstance(schedule, str) and schedule in SCHEDULES:
-        return SCHEDULES[schedule][1]
-    near = get_close_matches(str(schedule), SCHEDULES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    faults.add("schedule", schedule, f"{hint}there are: {', '.join(SCHEDULES)}")
-    return None

@@ -357,19 +357,26 @@ def test_peak_activations():
 
 # ---- refusals -----------------------------------------------------------------------------------
 
+KEYS = "its keys are stages, its values their ranks, such as {0: [0], 1: [1]}"
 BAD: list[tuple[str, Any, Any, str]] = [
     ("gpipe", LINE2, 0, "num_microbatches=0: must be a whole number of at least 1"),
     ("gpipe", LINE2, True, "num_microbatches=True"),
-    ("gpipe", {}, 1, "must be a dict of stage to devices"),
-    ("gpipe", [[0], [1]], 1, "must be a dict of stage to devices"),
-    ("gpipe", {0: [0], 2: [1]}, 1, "has 2 stages; they must be 0 to 1"),
+    ("gpipe", {}, 1, f"placement={{}}: must be a dict; {KEYS}"),
+    ("gpipe", [[0], [1]], 1, f"placement=[[0], [1]]: must be a dict; {KEYS}"),
+    ("gpipe", {0: [0], 2: [1]}, 1, f"has 2 stages; they must be 0 to 1; {KEYS}"),
+    ("gpipe", {"PP0": [0], "PP1": [1]}, 1, f"has 2 stages; they must be 0 to 1; {KEYS}"),
     ("gpipe", {True: [0], 0: [1]}, 1, "has 2 stages; they must be 0 to 1"),
-    ("gpipe", {0: 0}, 1, "placement[0]=0: must be a list of different ranks"),
+    ("gpipe", {0: 0}, 1, "0]=0: must be a list of different ranks: [0], those of stage 0"),
     ("gpipe", {0: [0, 0]}, 1, "placement[0]=[0, 0]: must be a list of different ranks"),
     ("gpipe", {0: []}, 1, "placement[0]=[]: must be a list of different ranks"),
     ("gpipe", {0: "0"}, 1, "placement[0]='0': must be a list of different ranks"),
     ("gpipe", {0: [-1]}, 1, "placement[0]=[-1]: must be a list of different ranks"),
-    ("gpipe", {0: [0, 1], 1: [1, 2]}, 1, "two stages share some devices"),
+    (
+        "gpipe",
+        {0: [0, 1], 1: [1, 2]},
+        1,
+        f"two stages share some devices; let them share all or none; {KEYS}",
+    ),
     ("gpipe", {0: [0, 1], 1: [1, 0]}, 1, "two stages share some devices"),
     ("one_f_one_b", LOOP2, 4, "must be a line"),
     ("zb_h1", VEE2, 4, "must be a line"),
@@ -535,7 +542,9 @@ def test_gpipe_and_interleaved_take_more_stages():
         ({"keep": 0, "replicas": 2}, 'keep=0: must be "chunk", "step", or how many buckets'),
         ({"schedule": "dualpipev", "num_microbatches": 3}, "must be a whole number of at least 4"),
         ({"schedule": "dualpipe", "num_microbatches": 7}, "num_microbatches=7: must be even"),
-        ({"schedule": "dualpipe", "ranks": 3}, "must be a line of an even number of stages"),
+        ({"schedule": "1F1B"}, "schedule='1F1B': did you mean 'one_f_one_b'?"),
+        ({"schedule": Counter}, "is none of piper.schedules; piper.strategies.from_orders makes"),
+        ({"schedule": "dualpipe", "ranks": 3}, "ranks=3: must be even, for dualpipe"),
         ({"schedule": "dualpipe", "stages": 4}, "stages=4: must be 2, one per rank, for dualpipe"),
     ],
 )
@@ -543,4 +552,31 @@ def test_pipeline_refuses(arguments: dict[str, Any], message: str):
     given_arguments = {"schedule": "one_f_one_b", "ranks": 2, "num_microbatches": 4, **arguments}
     with pytest.raises(piper.PiperStrategyError, match=re.escape(message)) as caught:
         piper.strategies.pipeline(**given_arguments)
-    assert "test_schedules.py:" in str(caught.value)
+    first = str(caught.value).splitlines()[0]
+    called = r"(piper\.[\w.]+, called by )?piper\.strategies\.pipeline,? at .*test_schedules\.py:"
+    assert re.fullmatch(called + r"\d+ is refused", first)
+
+
+def test_a_schedule_is_given_by_its_name_or_as_the_function():
+    zbv, where = piper.schedules.zbv, placement("zbv", 2)
+    assert placement(zbv, 2) == where
+    assert piper.strategies.places(zbv, where, 4) == piper.strategies.places("zbv", where, 4)
+    named = piper.strategies.pipeline("zbv", ranks=2, num_microbatches=4)
+    assert piper.strategies.pipeline(zbv, ranks=2, num_microbatches=4) == named
+
+
+def test_what_was_called_is_told_where_that_was_not_the_directive():
+    made = piper.strategies.pipeline(ranks=2, num_microbatches=4)
+    split, *_ = made.directives
+    assert split.maker == "piper.strategies.pipeline"
+    assert re.fullmatch(
+        r"piper\.Split\(.*\) at .*test_schedules\.py:\d+, made by piper\.strategies\.pipeline",
+        split.label,
+    )
+    (order,) = piper.schedules.gpipe({0: [0]}, 1)
+    assert order.maker == "piper.schedules.gpipe"
+    by_hand = piper.Split({}, num_microbatches=4)
+    assert by_hand.maker == ""
+    assert by_hand == split
+    with pytest.raises(piper.PiperStrategyError, match=r"^piper\.strategies\.placement at "):
+        placement("zbw", 2)

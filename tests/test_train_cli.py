@@ -19,11 +19,11 @@ import piper_dynamo as piper
 from piper_dynamo.cli import main
 from piper_dynamo.ir.task import TaskName
 from piper_dynamo.measure import measured_costs
-from piper_dynamo.schedules import SCHEDULES
+from piper_dynamo.schedules import SCHEDULES, schedule_name
 from piper_dynamo.timeline import Event, Timeline
 from piper_dynamo.train import compare, job, progress, report
 from piper_dynamo.train.compare import one_process
-from piper_dynamo.train.config import Config, schedule_name
+from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus
 from piper_dynamo.train.model import balance, build, split_result
 from piper_dynamo.train.optim import make_optimizer, set_learning_rate

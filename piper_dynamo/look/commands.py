@@ -17,7 +17,8 @@ from piper_dynamo.look.command import REFUSED, Command, show_json
 from piper_dynamo.look.convert import convert
 from piper_dynamo.look.dumps import debug
 from piper_dynamo.look.options import option_of
-from piper_dynamo.train.config import Config, schedule_name
+from piper_dynamo.schedules import schedule_name
+from piper_dynamo.train.config import Config
 
 if TYPE_CHECKING:  # importing torch's compiler takes seconds
     from piper_dynamo.look.target import Target

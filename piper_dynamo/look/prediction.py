@@ -16,7 +16,8 @@ from click.core import ParameterSource
 from piper_dynamo.costs import Costs
 from piper_dynamo.look.command import REFUSED, Command, show_json
 from piper_dynamo.look.commands import is_json, takes_target
-from piper_dynamo.train.config import budget_of, schedule_name
+from piper_dynamo.schedules import schedule_name
+from piper_dynamo.train.config import budget_of
 
 if TYPE_CHECKING:  # importing torch's compiler takes seconds
     from piper_dynamo.look.target import Target

@@ -33,7 +33,7 @@ from piper_dynamo.predict.found import Dropped, Found, Search
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.space import Choice, Regions, Space
 from piper_dynamo.predict.stages import operators_of, regions_of
-from piper_dynamo.schedules import SCHEDULES, Shape
+from piper_dynamo.schedules import SCHEDULES, Schedule, Shape
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy
 from piper_dynamo.tagging import tag_by_path
@@ -53,7 +53,7 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
     costs: CostsOf,
     memory: float | None = None,
     optimizer: float = ADAMW,
-    schedules: Sequence[str] = tuple(SCHEDULES),
+    schedules: Sequence[str | Schedule] = tuple(SCHEDULES),
     pp: Sequence[int] | None = None,
     microbatches: Sequence[int] | None = None,
     zero: Sequence[int] = (0, 1, 2, 3),
@@ -78,7 +78,7 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
             what a step needs beside them; None: any number.
         optimizer: Bytes of optimizer state per byte of parameters that a rank steps (frozen ones
             have none); AdamW has 2.
-        schedules: The pipeline schedules to choose from.
+        schedules: The pipeline schedules to choose from: names in `piper.schedules`, or functions.
         pp: The numbers of pipeline ranks to choose from; None: all divisors of `devices`.
         microbatches: Per replica, to choose from; None: all divisors of its rows.
         zero: The levels of ZeRO to choose from, where there are replicas.
@@ -100,11 +100,12 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
     if top < 1:
         raise PiperStrategyError(f"search: top is {top!r}; give a number of at least 1")
     job = _Job(model, inputs, costs, optimizer=optimizer, loss=loss, compile=compile)
+    names: dict[Any, str] = {build: name for name, (build, _) in SCHEDULES.items()}
     space = Space(
         devices=devices,
         rows=job.rows,
         has_experts=job.has_experts,
-        schedules=tuple(schedules),
+        schedules=tuple(names.get(one) or str(one) for one in schedules),
         pp=None if pp is None else tuple(pp),
         microbatches=None if microbatches is None else tuple(microbatches),
         zero=tuple(zero),

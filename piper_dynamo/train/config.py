@@ -17,8 +17,6 @@ PRECISIONS = ("bf16", "fp16")
 LEVELS = (0, 1, 2, 3)
 MODELS = ("llama", "moe")
 AXES = ("pp", "dp", "ep")
-# Other names that people use for a schedule.
-ALIASES = {"1f1b": "one_f_one_b"}
 _COUNTS = (
     "steps",
     "pp",
@@ -49,12 +47,6 @@ def budget_of(text: str | None) -> float | None:
         return float(text)
     except ValueError:
         return math.nan
-
-
-def schedule_name(given: str) -> str:
-    """The name in `piper.schedules` that is meant: `1f1b` and `zb-h1` are understood."""
-    plain = given.lower().replace("-", "_")
-    return ALIASES.get(plain, plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
