@@ -118,6 +118,15 @@ def attribute_stores() -> list[tuple[dict[str, Any] | None, str, str]]:
     return found
 
 
+def given_to_backend(step: Any) -> dict[str, Any]:
+    """The arguments that `torch.compile` keeps for a step's backend; it compares them by value."""
+    backend: Any = getattr(getattr(step, "dynamo_ctx", None), "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    found: dict[str, Any] = getattr(backend, "kwargs", {})
+    return found
+
+
 def specialized_at(placeholder: fx.Node) -> str:
     """`file:line` of the code that turned a symbolic size of this graph into a number."""
     value = placeholder.meta.get("example_value")

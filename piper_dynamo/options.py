@@ -19,6 +19,30 @@ FUSED = ("inductor", TUNED)  # what Inductor compiles
 COMPILE_MODES = ("aten", *FUSED, "emulate")
 
 
+class Asked(dict[str, Any]):
+    """Options whose strategies are equal only where they were written on the same lines.
+
+    Dynamo takes the code that it has where options are equal, and with it the strategy that this
+    code was made for: errors would name the lines of that one.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return dict.__eq__(self, other) is True and _lines(self) == _lines(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # as of any dict
+
+
+def _lines(options: Any) -> tuple[str, ...]:
+    """Where the parts of the strategy among these options were written."""
+    strategy = options.get("strategy")
+    if not isinstance(strategy, Strategy):
+        return ()
+    return tuple(one.where for one in (*strategy.directives, *strategy.kernels))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of the backend.

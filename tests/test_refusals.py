@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo import backend
 from tests import jobs
-from tests.jobs import LINE2, LINE4, V2, by_hand, mentions, places, refusal
+from tests.jobs import LINE2, LINE4, ONE, V2, by_hand, mentions, places, refusal
 from tests.models import (
     BakedIn,
     Branching,
@@ -204,6 +205,64 @@ def test_every_fault_of_the_placement_at_once() -> None:
         world_size=2,
     )
     mentions(text, "twice", "7", "PP2", "PP3")
+
+
+def test_a_strategy_of_a_function_is_told_by_its_arguments() -> None:
+    """What to change is what the user wrote, which is no Place."""
+    made = piper.strategies.pipeline(ranks=2, num_microbatches=2)
+    text = refusal(lambda: piper.plan(Stack4(2), made, rows(8), world_size=3))
+    mentions(text, "start 2 ranks, or change ranks= or replicas= of piper.strategies.pipeline")
+    mentions(text, "test_refusals.py:", ", made by piper.strategies.pipeline")
+    for count, tagged in ((2, 4), (4, 2)):
+        made = piper.strategies.pipeline("gpipe", ranks=2, stages=count, num_microbatches=2)
+        text = refusal(lambda m=made, t=tagged: piper.plan(Stack4(t), m, rows(8)))
+        mentions(text, f"the model has {tagged} stages (parts tagged PP) and {count} are placed")
+        mentions(text, "change ranks= or stages= of piper.strategies.pipeline")
+        assert "add piper.Place" not in text
+    orders = piper.schedules.gpipe({0: [0], 1: [1]}, 4)
+    text = refused(split(), *places(LINE2), *orders)
+    mentions(text, "(piper.schedules.gpipe): the filter", "give piper.schedules.gpipe as many")
+
+
+def test_errors_name_the_lines_of_their_own_strategy() -> None:
+    """Not those of an equal one, for which Dynamo has the code already."""
+    model, batch = Stack4(2), rows(8)
+
+    def first() -> piper.Strategy:
+        return piper.Strategy(split(), piper.Place({"PP": 0}, [0]), piper.Place({"PP": 1}, [1]))
+
+    def second() -> piper.Strategy:
+        return piper.Strategy(split(), piper.Place({"PP": 0}, [0]), piper.Place({"PP": 1}, [1]))
+
+    assert first() == second()
+    for one, other in ((first, second), (second, first)):
+        piper.plan(model, one(), batch)
+        text = refusal(lambda other=other: piper.plan(model, other(), batch, world_size=3))
+        mentions(text, other().directives[1].where)
+        assert one().directives[1].where not in text
+
+
+def test_a_strategy_of_the_same_lines_takes_the_code_that_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    real = backend.CompiledStep
+
+    def counted(*args: Any, **named: Any) -> Any:
+        made.append(real(*args, **named))
+        return made[-1]
+
+    def job() -> int:
+        model = Stack4(2)
+        found = []
+        for _ in range(3):
+            options = {"strategy": jobs.strategy(ONE, 2)}
+            piper.prepare(torch.compile(model, backend="piper", options=options), *rows(8))
+            found.append(len(made))
+        return len(set(found))
+
+    monkeypatch.setattr(backend, "CompiledStep", counted)
+    assert jobs.run_ranks(job, 1) == [1]
 
 
 # Filters.

@@ -76,7 +76,7 @@ def refusal(*arguments: str) -> str:
         ("--weight-decay -0.1", "--weight-decay is -0.1; give 0 or a number above"),
         ("--schedule dualpipev --microbatches 2", "must be a whole number of at least 4"),
         ("--schedule dualpipe --microbatches 2", "must be a whole number of at least 4"),
-        ("--schedule dualpipe --pp 3", "must be a line of an even number of stages"),
+        ("--schedule dualpipe --pp 3", "ranks=3: must be even, for dualpipe"),
         ("--steps many", "'many' is not a valid integer"),
         ("--stepz 3", "No such option"),
         ("--dp 0", "--dp is 0; give a number of at least 1"),
