@@ -7,6 +7,7 @@ are numbered host by host, so that those that follow each other sit together.
 import importlib
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,9 @@ from piper_dynamo.runtime.world import Outcome, Seat, open_store, take_part
 log = logging.getLogger("piper.launch")
 
 STORE_BYTES = 256 * 2**20  # of Ray's own, which only results pass
+REACH_S = 5.0  # how long an address may take to accept a connection
 ROOM_S = 30.0  # how long a cluster may take to find room
+START_S = 600.0  # how long the processes of ranks may take to start
 POLL_S = 0.2
 NO_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # What of this process's environment ranks have, too.
@@ -62,22 +65,42 @@ def cluster(address: str | None, ranks: int) -> Iterator[Any]:
             "object_store_memory": STORE_BYTES,
         }
     else:
+        _check_reachable(address)
         options["address"] = address
     try:
         with _on_loopback() if address is None else nullcontext():
             ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise PiperError(
-            format_error(
-                "there is no Ray cluster to join" if address else "Ray does not start here",
-                {"address": address or "this machine", "why": error},
-                hint="start one with: ray start --head; its output has the address",
-            )
-        ) from error
+        raise _no_cluster(address, error) from error
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address at which nothing listens; Ray itself would try for minutes.
+
+    Raises:
+        PiperError: Nothing accepts a connection there.
+    """
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not port.isdigit():
+        return  # "auto": Ray knows where its clusters are
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str | None, why: object) -> PiperError:
+    return PiperError(
+        format_error(
+            "there is no Ray cluster to join" if address else "Ray does not start here",
+            {"address": address or "this machine", "why": why},
+            hint="start one with: ray start --head; its output has the address",
+        )
+    )
 
 
 @contextmanager
@@ -129,7 +152,7 @@ def run(
     actors: list[Any] = []
     try:
         actors = _actors(ray, group, count, gpus)
-        hosts = ray.get([actor.host.remote() for actor in actors], timeout=timeout_s)
+        hosts = _started(ray, actors)
         where = ray.get(actors[0].open_store.remote(), timeout=timeout_s)
         function = ray.put(fn)
         pending = {}
@@ -202,6 +225,32 @@ def _actors(ray: Any, group: Any, count: int, gpus: int) -> list[Any]:
         ).remote(hosts[nodes[bundle]], os.getcwd())
         for bundle in bundles
     ]
+
+
+def _started(ray: Any, actors: Sequence[Any]) -> list[str]:
+    """The hosts of the ranks, once all have started; what that takes is no wait for a rank.
+
+    Raises:
+        PiperError: Ray did not start one, or not in time.
+    """
+    answers = [actor.host.remote() for actor in actors]
+    pending = list(answers)
+    log.info("waiting for Ray to start %d processes", len(answers))
+    end = time.monotonic() + START_S
+    while pending and time.monotonic() < end:
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
+    try:
+        return list(ray.get(answers, timeout=0.0 if pending else None))
+    except ray.exceptions.RayError as error:
+        missing = ", ".join(str(r) for r, answer in enumerate(answers) if answer in pending)
+        why = f"nothing from rank {missing} in {START_S:.0f} s" if pending else str(error).strip()
+        raise PiperError(
+            format_error(
+                "Ray has not started the ranks",
+                {"ranks": len(actors), "why": why},
+                hint="ray status and ray logs say why; Piper must be installed on each node",
+            )
+        ) from error
 
 
 def _arrivals(ray: Any, pending: dict[Any, int], restarts: int) -> Mapping[int, Outcome]:

@@ -6,13 +6,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import piper_dynamo as piper
+from piper_dynamo.errors import PiperError
 from piper_dynamo.runtime import launch_ray
 from piper_dynamo.runtime.logs import log_file
 from tests import jobs, restarting
@@ -36,7 +40,7 @@ def test_ray_on_this_machine(tmp_path: Path) -> None:
     """Started for the job, which loses a rank and goes on with one; then it is gone."""
     job = functools.partial(restarting.train, str(tmp_path / "saved"))
     logs = tmp_path / "logs"
-    found = piper.launch(job, (2, 1), engine="ray", max_restarts=1, logs=logs, timeout_s=60.0)
+    found = piper.launch(job, (2, 1), engine="ray", max_restarts=1, logs=logs)
     restarting.check(found, 1)
     assert not ray.is_initialized()
     first = log_file(logs, 0).read_text()
@@ -113,5 +117,36 @@ def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert log_file(tmp_path / "ray", 1).exists()
         finally:
             ray.shutdown()
-    text = jobs.refusal(lambda: piper.launch(int, 1, engine="ray", address="127.0.0.1:9"))
-    jobs.mentions(text, "no Ray cluster to join", "ray start --head")
+
+
+@pytest.mark.timeout(60)
+def test_an_address_at_which_nothing_listens() -> None:
+    """Ray itself would try for minutes."""
+    for address in ("127.0.0.1:9", "ray://127.0.0.1:9", "[::1]:9", "127.0.0.1:99999"):
+        text = jobs.refusal(
+            functools.partial(piper.launch, int, 1, engine="ray", address=address), PiperError
+        )
+        jobs.mentions(text, "no Ray cluster to join", address, "ray start --head")
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        pass
+
+    class Actor:
+        def __init__(self) -> None:
+            self.host = self
+            self.remote = Answer
+
+    def wait(references: list[Answer], *, num_returns: int, timeout: float) -> tuple[Any, Any]:
+        time.sleep(timeout)
+        return references[:1] if len(references) == num_returns > 1 else [], references[-1:]
+
+    def get(references: list[Answer], timeout: float | None) -> None:
+        raise ray.exceptions.GetTimeoutError("late") if timeout == 0.0 else AssertionError
+
+    fake = SimpleNamespace(wait=wait, get=get, exceptions=ray.exceptions)
+    monkeypatch.setattr(launch_ray, "START_S", 0.1)
+    text = jobs.refusal(lambda: launch_ray._started(fake, [Actor(), Actor()]), PiperError)
+    jobs.mentions(text, "Ray has not started the ranks", "nothing from rank 1", "ray status")
