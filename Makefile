@@ -23,7 +23,7 @@ endif
 CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help env train test test-slow test-torch test-models fuzz fuzz-train soak bench-counts \
+.PHONY: help env train test test-slow test-torch test-models fuzz fuzz-train soak bench bench-counts \
 	bench-pipeline \
 	bench-zero bench-experts bench-plan bench-predict bench-init bench-state bench-launch \
 	lint format docs clean
@@ -38,6 +38,7 @@ help:
 	@echo "make fuzz    random jobs and wrong programs (ARGS='--plans 1000 --seed 7')"
 	@echo "make fuzz-train   random trainings beside one process (ARGS='--trainings 1000 --seed 7')"
 	@echo "make soak    a training that fails in every way, again and again (ARGS='--tries 2'; root for links and disks)"
+	@echo "make bench   everything below beside its peers, in hours: tables, files, pictures (ARGS='plan --pairs 5')"
 	@echo "make bench-counts   what steps do, counted, beside the committed counts (ARGS=--write commits them)"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
@@ -103,6 +104,9 @@ fuzz-train: $(READY)
 
 soak: $(READY)
 	$(PY) -m tests.soak $(ARGS)
+
+bench: $(READY)
+	$(PY) -m benchmarks.suites $(ARGS)
 
 bench-counts: $(READY)
 	$(PY) -m benchmarks.counts $(ARGS)

@@ -69,6 +69,7 @@ setup(
             'triton; platform_system == "Linux"',  # kernels are interpreted, and compiled
         ],
         "models": ["peft", "transformers"],  # what examples/ train
+        "bench": ["deepspeed"],  # a peer of the benchmarks
         "triton": ["triton"],
         "safetensors": ["safetensors"],
         "ray": ["ray"],

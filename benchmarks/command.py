@@ -65,8 +65,12 @@ def of_sections(sections: Mapping[str, Callable[[], Iterator[Row]]]) -> click.Co
 
 def measure(
     sections: Mapping[str, Callable[[], Iterator[Row]]], num_pairs: int, path: str | None
-) -> None:
-    """Run the sections, and print one table with verdicts; every row also when it is there."""
+) -> tuple[str, list[Row]]:
+    """Run the sections, and print one table with verdicts; every row also when it is there.
+
+    Returns:
+        What it was measured on, and the rows.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
     on = machine()
     click.echo(on)
@@ -82,3 +86,4 @@ def measure(
     if num_pairs < PAIRS:
         click.echo(f"only {num_pairs} pairs: the verdicts on times decide nothing")
     click.echo(on)
+    return on, rows

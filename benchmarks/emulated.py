@@ -1,4 +1,4 @@
-"""Step time of four ranks on emulated devices beside torch's runtime with stages that only sleep.
+"""Step time on emulated devices beside torch's runtime with stages that only sleep.
 
 Both sides wait for the same modelled times in the same way and really send their (small) messages,
 so what differs is order, communication and overhead.
@@ -7,24 +7,51 @@ so what differs is order, communication and overhead.
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import piper_dynamo as piper
 from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row, ratio_row
-from benchmarks.sides import stages_of, torch_schedule
+from benchmarks.sides import ours_of, stages_of, torch_schedule
 from piper_dynamo.runtime.executor import sleep_until
 
-RANKS = 4
-MICROBATCHES = 8
-UNIT_S = 0.02  # forward, input gradient and weight gradient of a stage, each
 WIDTH = 64
-SIMULATED_BAR = 1.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What both sides wait for.
+
+    Attributes:
+        ranks: Of the pipeline.
+        microbatches: Of a step, of each replica.
+        unit_s: Forward, input gradient and weight gradient of a stage, each.
+        replicas: Of the pipeline; torch's are DDP's.
+        simulated_bar: How much longer than its simulation a step may take.
+    """
+
+    ranks: int
+    microbatches: int
+    unit_s: float
+    replicas: int = 1
+    simulated_bar: float = 1.03
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return self.ranks * self.replicas
+
+
+FOUR = Setup(ranks=4, microbatches=8, unit_s=0.02)
+EIGHT = Setup(ranks=8, microbatches=16, unit_s=0.04, simulated_bar=1.05)
 
 
 class Chain(nn.Module):
@@ -96,15 +123,34 @@ class Sleeper(nn.Module):
         return out
 
 
-def measure(schedule: str, unit_s: float, pairs: int) -> tuple[Comparison, float]:
+def _theirs(setup: Setup, schedule: str, modules: dict[int, nn.Module], stages: int) -> Any:
+    """Torch's schedule on this rank's pipeline; with replicas each stage is DDP's."""
+    group = None
+    if setup.replicas > 1:
+        mesh = init_device_mesh("cpu", (setup.ranks, setup.replicas), mesh_dim_names=("pp", "dp"))
+        group = mesh["pp"].get_group()
+        for stage, module in modules.items():
+            modules[stage] = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+    return torch_schedule(schedule, modules, stages, setup.microbatches, F.mse_loss, group)
+
+
+def measure(schedule: str, setup: Setup, pairs: int) -> tuple[Comparison, float]:
     """Both sides on every rank, and the simulated time of Piper's program."""
-    mine, stages = stages_of(schedule, RANKS, piper.rank())
-    costs = piper.Costs(F=unit_s, BI=unit_s, BW=unit_s)
-    x, y = torch.zeros(4 * MICROBATCHES, WIDTH), torch.zeros(4 * MICROBATCHES, WIDTH)
-    strategy = piper.strategies.pipeline(schedule, ranks=RANKS, num_microbatches=MICROBATCHES)
+    mine, stages = stages_of(schedule, setup.ranks, piper.rank() // setup.replicas)
+    costs = piper.Costs(F=setup.unit_s, BI=setup.unit_s, BW=setup.unit_s)
+    x, y = (torch.zeros(4 * setup.microbatches, WIDTH) for _ in range(2))
+    name, count = ours_of(schedule, setup.ranks)
+    strategy = piper.strategies.pipeline(
+        name,
+        ranks=setup.ranks,
+        num_microbatches=setup.microbatches,
+        stages=count,
+        replicas=setup.replicas,
+    )
+    torch.manual_seed(0)  # replicas start alike
     step = piper.compile(Chain(stages), strategy, (x, y), compile="emulate", costs=costs)
-    modules: dict[int, nn.Module] = {s: Sleeper(unit_s) for s in mine}
-    theirs = torch_schedule(schedule, modules, stages, MICROBATCHES, F.mse_loss)
+    modules: dict[int, nn.Module] = {s: Sleeper(setup.unit_s) for s in mine}
+    theirs = _theirs(setup, schedule, modules, stages)
 
     def run_ours() -> None:
         step(x, y).backward()
@@ -130,19 +176,21 @@ def measure(schedule: str, unit_s: float, pairs: int) -> tuple[Comparison, float
     return found, piper.explain(step).simulate(costs).makespan
 
 
-def run(pairs: int, schedules: Sequence[str], unit_s: float = UNIT_S) -> Iterator[Row]:
+def run(pairs: int, schedules: Sequence[str], setup: Setup = FOUR) -> Iterator[Row]:
     """Every schedule: beside torch's runtime, and beside our own simulated time."""
+    section = "emulated" if setup == FOUR else f"emulated-{setup.ranks}"
+    bar = setup.simulated_bar
     for schedule in schedules:
-        found, simulated = piper.launch(functools.partial(measure, schedule, unit_s, pairs), RANKS)[
-            0
-        ]
-        yield ratio_row("emulated", schedule, found, 1.0, "torch's runtime")
+        found, simulated = piper.launch(
+            functools.partial(measure, schedule, setup, pairs), setup.world
+        )[0]
+        yield ratio_row(section, schedule, found, 1.0, "torch's runtime")
         beside = Comparison(first=found.first, second=(simulated,) * len(found.first))
         yield Row(
-            section="emulated",
+            section=section,
             what=f"{schedule}, simulated",
             figures=beside.text(),
-            bar=f"<= {SIMULATED_BAR:.2f} x simulated",
-            held=beside.holds(SIMULATED_BAR),
-            data=beside.figures(),
+            bar=f"<= {bar:.2f} x simulated",
+            held=beside.holds(bar),
+            data=beside.figures(limit=bar),
         )

@@ -78,7 +78,7 @@ def exposed(name: str, pairs: int, pictures: str | None) -> Iterator[Row]:
         figures=found.text(),
         bar=f"<= {EXPOSED_BAR:.2f} x without interleaving",
         held=found.holds(EXPOSED_BAR),
-        data=found.figures(),
+        data=found.figures(limit=EXPOSED_BAR),
     )
     if pictures is not None:
         drawn = [Timeline.merge([r[1][side] for r in results]) for side in (0, 1)]
@@ -108,7 +108,7 @@ def _gain_row(what: str, found: Comparison, gain: float, of: str, note: str = ""
         figures=f"{found.text()}   {1 / found.ratio:.2f} x as fast{note}",
         bar=f">= {gain:.2f} x {of}",
         held=found.holds(1 / gain),
-        data=found.figures(),
+        data=found.figures(limit=1 / gain),
     )
 
 
@@ -158,7 +158,7 @@ def memory() -> Iterator[Row]:
         figures=f"{held * 2**-20:.1f} MiB of {whole * 2**-20:.1f} MiB",
         bar=f"= 1/{EXPERT_RANKS}",
         held=held * EXPERT_RANKS == whole,
-        data={"held": held, "whole": whole},
+        data={"ours": held, "theirs": whole, "unit": "bytes", "limit": 1 / EXPERT_RANKS},
     )
 
 
@@ -206,7 +206,7 @@ def overhead(pairs: int) -> Iterator[Row]:
         figures=found.text(),
         bar=f"<= {OVERHEAD_BAR:.2f} x the experts' products",
         held=found.holds(OVERHEAD_BAR),
-        data=found.figures(),
+        data=found.figures(limit=OVERHEAD_BAR),
     )
 
 

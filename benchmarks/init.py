@@ -143,7 +143,8 @@ def layouts() -> Iterator[Row]:
             f"{max(rank.seconds for rank in ranks):.0f} s",
             bar=f"<= {worst.allowed / 1e6:.0f} MB (share + 2 x largest + 100 MB)",
             held=worst.peak <= worst.allowed,
-            data={"peak": worst.peak, "share": worst.share, "allowed": worst.allowed}
+            data={"ours": worst.peak, "theirs": worst.allowed, "unit": "bytes", "limit": 1.0}
+            | {"share": worst.share}
             | {"seconds": [rank.seconds for rank in ranks]},
         )
 
@@ -155,7 +156,7 @@ def plain() -> Iterator[Row]:
         section="plain",
         what="built as usual, one process alone",
         figures=f"peak {alone.peak / 1e6:.0f} MB, {alone.seconds:.0f} s",
-        data={"peak": alone.peak, "seconds": alone.seconds},
+        data={"ours": alone.peak, "unit": "bytes", "seconds": alone.seconds},
     )
 
 

@@ -170,5 +170,5 @@ def rows(layout: str, config: Config, name: str, measure: Measure) -> Iterator[R
             figures=f"planned {planned * MIB:.1f} MiB, measured {found * MIB:.1f} MiB ({off:+.1%})",
             bar=f"within {WITHIN:.0%} of the plan",
             held=abs(off) <= WITHIN,
-            data={"planned": planned, "measured": found, "ranks": pairs},
+            data={"ours": found, "theirs": planned, "unit": "bytes", "ranks": pairs},
         )

@@ -52,7 +52,7 @@ def start() -> Iterator[Row]:
             section="start",
             what=f"{engine}, {RANKS} ranks",
             figures=f"{first:.1f} s until all ranks run, {all_:.1f} s with the end",
-            data={"reached_s": reached, "ended_s": ended},
+            data={"ours": first, "unit": "s", "reached_s": reached, "ended_s": ended},
         )
 
 
@@ -115,7 +115,8 @@ def flat() -> Iterator[Row]:
         f"s), ratio {ratio:.2f}; {few[2]} and {many[2]} instructions",
         bar=f"<= {BAR_FLAT} x",
         held=ratio <= BAR_FLAT,
-        data={"few": found[FEW], "many": found[MANY]},
+        data={"ours": many[0], "theirs": few[0], "unit": "s", "limit": BAR_FLAT}
+        | {"few": found[FEW], "many": found[MANY]},
     )
 
 

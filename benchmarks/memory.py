@@ -107,12 +107,12 @@ def run(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
             figures=found.text(2**-20, "MiB"),
             bar=f"<= {bar:.2f} x {kind} torch",
             held=found.holds(bar),
-            data=found.figures(),
+            data=found.figures("bytes", bar),
         )
         within = Comparison(first=tuple(ours), second=tuple(theirs))
         yield Row(
             section="memory",
             what=f"{job.schedule}, {kind}, within a step",
             figures=within.text(2**-20, "MiB"),
-            data=within.figures(),
+            data=within.figures("bytes"),
         )

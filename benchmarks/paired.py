@@ -61,13 +61,22 @@ class Comparison:
             f"ratio {self.ratio:.3f} [{low:.3f}, {high:.3f}]"
         )
 
-    def figures(self) -> dict[str, object]:
-        """For a file of results."""
+    def figures(self, unit: str = "s", limit: float | None = None) -> dict[str, object]:
+        """For a file of results.
+
+        Args:
+            unit: Of the measurements.
+            limit: The most that the ratio may be; None: there is no bar.
+        """
         return {
             "first": self.first,
             "second": self.second,
+            "ours": statistics.median(self.first),
+            "theirs": statistics.median(self.second),
+            "unit": unit,
             "ratio": self.ratio,
             "interval": self.interval(),
+            "limit": limit,
         }
 
 

@@ -11,7 +11,7 @@ import click
 
 from benchmarks import command, compiling, counts, emulated, host, memory, planning, real
 from benchmarks.report import Row
-from benchmarks.sides import TORCH
+from benchmarks.sides import TORCH, built
 from piper_dynamo.train.config import Config
 
 # The size that the bars are stated for; smaller ones say little about compute.
@@ -19,14 +19,15 @@ JOB = Config(dim=512, layers=8, heads=8, kv_heads=4, seq=256, batch=16, microbat
 
 # From what is exact or quick to what takes long.
 SECTIONS: dict[str, Callable[[int, Sequence[str]], Iterator[Row]]] = {
-    "counts": lambda pairs, schedules: counts.run(JOB, schedules),
+    "counts": lambda pairs, schedules: counts.run(JOB, built(schedules)),
     "host": lambda pairs, schedules: host.run(),
     "planning": lambda pairs, schedules: planning.run(),
     "inductor": lambda pairs, schedules: compiling.run(),
-    "real": lambda pairs, schedules: real.eager(JOB, pairs, schedules),
+    "real": lambda pairs, schedules: real.eager(JOB, pairs, built(schedules)),
     "compiled": lambda pairs, schedules: real.compiled(JOB, pairs),
-    "memory": lambda pairs, schedules: memory.run(JOB, pairs, schedules),
+    "memory": lambda pairs, schedules: memory.run(JOB, pairs, built(schedules)),
     "emulated": lambda pairs, schedules: emulated.run(pairs, schedules),
+    "emulated-8": lambda pairs, schedules: emulated.run(pairs, schedules, emulated.EIGHT),
 }
 
 

@@ -1,7 +1,9 @@
 """Planning time by the number of tasks: from a captured model to proved programs of all ranks."""
 
+import functools
 import gc
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -44,6 +46,41 @@ def plan_seconds(microbatches: int) -> tuple[int, float, float]:
     return sum(i.op is Op.RUN for p in plan.programs for i in p.instrs), *min(spent)
 
 
+def plan_bytes(microbatches: int) -> tuple[int, int]:
+    """The number of instructions of a plan, and the bytes of Python's that it keeps."""
+    x = torch.zeros(microbatches, WIDTH)
+    make = functools.partial(
+        piper.plan,
+        Chain(STAGES),
+        piper.strategies.pipeline("one_f_one_b", ranks=STAGES, num_microbatches=microbatches),
+        (x, x.clone()),
+        world_size=STAGES,
+    )
+    make()  # what is imported and captured once
+    torch._dynamo.reset()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        plan = make()
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return sum(len(p.instrs) for p in plan.programs), kept
+
+
+def weight() -> Iterator[Row]:
+    """What a plan weighs: growing ones, and what each instruction adds."""
+    found = [plan_bytes(microbatches) for microbatches in MICROBATCHES[:3]]
+    for instructions, kept in found:
+        yield Row(
+            section="weight",
+            what=f"{instructions} instructions",
+            figures=f"{kept / 2**20:.1f} MiB, {kept / instructions:.0f} bytes each",
+            data={"ours": kept, "unit": "bytes", "instructions": instructions},
+        )
+
+
 def run() -> Iterator[Row]:
     """Growing plans, and the exponent between the smallest and the largest."""
     found = []
@@ -57,6 +94,6 @@ def run() -> Iterator[Row]:
             figures=f"{took:.2f} s (processor {took_cpu:.2f} s)",
             bar=f"< {BAR_S:.0f} s" if judged else "",
             held=took < BAR_S if judged else None,
-            data={"tasks": tasks, "seconds": took, "processor_s": took_cpu},
+            data={"ours": took, "unit": "s", "tasks": tasks, "processor_s": took_cpu},
         )
     yield growth_row("planning", "tasks", found, BAR_EXPONENT)

@@ -163,7 +163,7 @@ def steps() -> Iterator[Row]:
             figures=f"predicted {guess * 1e3:7.1f} ms, measured {real * 1e3:7.1f} ms: {error:+.1%}",
             bar=f"within {BAR_ERROR:.0%}",
             held=abs(error) <= BAR_ERROR,
-            data={"predicted": guess, "measured": real},
+            data={"ours": guess, "theirs": real, "unit": "s"},
         )
     right = [ranked_right(i, predicted, took) for i in range(len(took))]
     yield Row(
@@ -172,7 +172,7 @@ def steps() -> Iterator[Row]:
         figures=f"{sum(right)} of {len(right)} are on the right side of all others",
         bar=f">= {BAR_RANKED}",
         held=sum(right) >= BAR_RANKED,
-        data={"right": right},
+        data={"ours": sum(right), "theirs": len(right), "unit": "configurations"},
     )
 
 
@@ -207,7 +207,7 @@ def winner() -> Iterator[Row]:
             section="winner",
             what=str(one.choice),
             figures=f"predicted {one.seconds * 1e3:7.1f} ms, measured {real * 1e3:7.1f} ms",
-            data={"predicted": one.seconds, "measured": real},
+            data={"ours": one.seconds, "theirs": real, "unit": "s"},
         )
     ratio = took[0] / min(took)
     yield Row(
@@ -216,7 +216,7 @@ def winner() -> Iterator[Row]:
         figures=f"{ratio:.3f}",
         bar=f"<= {BAR_WINNER}",
         held=ratio <= BAR_WINNER,
-        data={"ratio": ratio},
+        data={"ours": took[0], "theirs": min(took), "unit": "s", "limit": BAR_WINNER},
     )
 
 

@@ -27,7 +27,9 @@ class Row:
         figures: The outcome, to be read.
         bar: What is to be held; empty where a row only informs.
         held: Whether it is; None where there is no bar.
-        data: The measurements, for a file of results.
+        data: The measurements, for a file of results. What they come to has these names: "ours";
+            where it is compared, "theirs"; "unit" of both; "ratio" with its "interval", where pairs
+            were measured; "limit", the most that ours may be of theirs.
     """
 
     section: str
@@ -43,6 +45,31 @@ class Row:
         verdict = {None: "", True: "held", False: "NOT HELD"}[self.held]
         return (self.section, self.what, self.figures, self.bar, verdict)
 
+    def record(self, suite: str) -> dict[str, Any]:
+        """What the row comes to, as numbers; None where there is none.
+
+        Args:
+            suite: What it is a part of.
+        """
+        ours, theirs = self.data.get("ours"), self.data.get("theirs")
+        ratio = ours / theirs if ours is not None and theirs else None
+        low, high = self.data.get("interval", (None, None))
+        return {
+            "suite": suite,
+            "section": self.section,
+            "name": self.what,
+            "ours": ours,
+            "theirs": theirs,
+            "unit": self.data.get("unit", ""),
+            "ratio": self.data.get("ratio", ratio),
+            "low": low,
+            "high": high,
+            "limit": self.data.get("limit"),
+            "bar": self.bar,
+            "held": self.held,
+            "figures": self.figures,
+        }
+
 
 def ratio_row(section: str, what: str, found: Comparison, bar: float, of: str) -> Row:
     """A row of a paired comparison of times."""
@@ -52,7 +79,7 @@ def ratio_row(section: str, what: str, found: Comparison, bar: float, of: str) -
         figures=found.text(),
         bar=f"<= {bar:.2f} x {of}",
         held=found.holds(bar),
-        data=found.figures(),
+        data=found.figures(limit=bar),
     )
 
 
@@ -73,7 +100,7 @@ def growth_row(section: str, unit: str, found: Sequence[tuple[int, float]], bar:
         figures=f"{exponent:.2f}",
         bar=f"<= {bar}",
         held=exponent <= bar,
-        data={"exponent": exponent},
+        data={"ours": exponent, "unit": "exponent"},
     )
 
 

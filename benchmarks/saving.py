@@ -80,7 +80,7 @@ def saving() -> Iterator[Row]:
             figures=f"{nbytes * MIB:.1f} MiB: {nbytes / state:.3f} x   ({took:.2f} s)",
             bar="<= 1.20 x the state",
             held=nbytes <= 1.2 * state,
-            data={"state": state, "bytes": nbytes, "seconds": took},
+            data={"ours": nbytes, "theirs": state, "unit": "bytes", "limit": 1.2, "seconds": took},
         )
 
 
@@ -180,5 +180,5 @@ def beside() -> Iterator[Row]:
             f"saved after {statistics.median(one.took):.2f} s",
             bar=f"<= {BAR:.2f} x steps without a save",
             held=one.found.holds(BAR),
-            data=one.found.figures() | {"called": one.called, "took": one.took},
+            data=one.found.figures(limit=BAR) | {"called": one.called, "took": one.took},
         )

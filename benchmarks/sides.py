@@ -1,5 +1,6 @@
 """The two sides of a comparison: one optimizer step with torch's pipelining, and with Piper."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,23 +13,37 @@ from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
 
 import piper_dynamo as piper
+from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.strategies import placement
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.model import Llama, build
 
-# torch has no ZB-H1; its ZB1P with one stage per rank is the nearest.
+# torch has no ZB-H1; its ZB1P with one stage per rank is the nearest. What it calls looped BFS is
+# gpipe on a loop.
 TORCH = {
     "gpipe": ScheduleGPipe,
+    "looped_bfs": ScheduleLoopedBFS,
     "one_f_one_b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zb_h1": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+
+
+def built(schedules: Iterable[str]) -> list[str]:
+    """Those that Piper has by the same name, which jobs of the example model can take."""
+    return [name for name in schedules if name in SCHEDULES]
+
+
+def ours_of(schedule: str, ranks: int) -> tuple[str, int | None]:
+    """The same order by Piper's name, and on how many stages; None: the schedule's own number."""
+    return ("gpipe", 2 * ranks) if schedule == "looped_bfs" else (schedule, None)
 
 
 def torch_schedule(
@@ -49,7 +64,8 @@ def torch_schedule(
 
 def stages_of(schedule: str, ranks: int, rank: int) -> tuple[list[int], int]:
     """The stages of one rank, and how many there are; the same for both sides."""
-    placed = placement(schedule, ranks)
+    name, count = ours_of(schedule, ranks)
+    placed = placement(name, ranks, count)
     return [s for s, group in placed.items() if group == [rank]], len(placed)
 
 

@@ -21,6 +21,7 @@ JOB = Job(config=CONFIG)
 SECTIONS: dict[str, Callable[[int, Sequence[int]], Iterator[Row]]] = {
     "counts": lambda pairs, levels: zero_counts.run(JOB, levels),
     "ddp": lambda pairs, levels: zero_real.ddp(JOB, pairs),
+    "fsdp": lambda pairs, levels: zero_real.fsdp(JOB, pairs),
     "time": lambda pairs, levels: zero_real.levels(JOB, pairs, levels),
     "memory": lambda pairs, levels: zero_memory.levels(JOB, pairs, levels),
     "hidden": lambda pairs, levels: zero_hidden.hidden(JOB, pairs, levels),

@@ -61,5 +61,5 @@ def hidden(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
             figures=f"{share:.0%} of gathers and reductions (simulated {simulated:.0%})",
             bar=f">= {BAR:.0%}",
             held=share >= BAR,
-            data={"shares": shares, "simulated": simulated},
+            data={"shares": shares, "ours": share, "theirs": simulated, "unit": "hidden"},
         )

@@ -16,10 +16,10 @@ import piper_dynamo as piper
 from benchmarks.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row, ratio_row
-from benchmarks.zero_sides import BESIDE, Ddp, Job, PiperZero, TorchZero, mean_over_ranks
+from benchmarks.zero_sides import BESIDE, Ddp, Fsdp, Job, PiperZero, TorchZero, mean_over_ranks
 from piper_dynamo.garbage import keep_large_apart
 
-BAR, DDP_BAR = 0.9, 1.0
+BAR, DDP_BAR, FSDP_BAR = 0.9, 1.0, 1 / 1.1
 MOST_MMAP = 32 * 2**20  # where glibc's own threshold ends up, once such blocks were freed
 NAMES = {
     0: "DDP + pipelining",
@@ -61,7 +61,8 @@ def _measure(job: Job, make: Callable[[Job], Any], zero: int, pairs: int) -> Com
     )
 
 
-def _run(job: Job, make: Callable[[Job], Any], zero: int, pairs: int) -> Comparison:
+def measure_beside(job: Job, make: Callable[[Job], Any], zero: int, pairs: int) -> Comparison:
+    """Piper's step against another's, in fresh processes."""
     found: Comparison = piper.launch(
         functools.partial(_measure, job, make, zero, pairs), job.ranks
     )[0]
@@ -71,12 +72,19 @@ def _run(job: Job, make: Callable[[Job], Any], zero: int, pairs: int) -> Compari
 def levels(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
     """Every level beside torch's nearest, with pipeline and replicas."""
     for zero in zeros:
-        found = _run(job, functools.partial(TorchZero, level=BESIDE[zero]), zero, pairs)
+        found = measure_beside(job, functools.partial(TorchZero, level=BESIDE[zero]), zero, pairs)
         yield ratio_row("time", f"ZeRO-{zero}", found, BAR, NAMES[BESIDE[zero]])
 
 
 def ddp(job: Job, pairs: int) -> Iterator[Row]:
     """Replicas alone, nothing sharded, beside DDP with its default buckets."""
     alone = Job(config=replace(job.config, pp=1, microbatches=1), replicas=job.replicas)
-    found = _run(alone, Ddp, 0, pairs)
+    found = measure_beside(alone, Ddp, 0, pairs)
     yield ratio_row("ddp", "ZeRO-0, no pipeline", found, DDP_BAR, "DDP")
+
+
+def fsdp(job: Job, pairs: int) -> Iterator[Row]:
+    """Replicas alone, everything sharded, beside FSDP2, which gathers parameters again, too."""
+    alone = Job(config=replace(job.config, pp=1, microbatches=1), replicas=job.replicas)
+    found = measure_beside(alone, Fsdp, 3, pairs)
+    yield ratio_row("fsdp", "ZeRO-3, no pipeline", found, FSDP_BAR, "FSDP2")

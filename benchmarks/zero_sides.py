@@ -66,7 +66,7 @@ class Job:
         return batch_of(self.config, rank % self.replicas)
 
 
-def _sharded(stage: Stage, mesh: Any, *, reshard: bool) -> Stage:
+def _sharded(stage: Any, mesh: Any, *, reshard: bool) -> Any:
     """FSDP2 on the units that torchtitan takes for a Llama."""
     units: list[Any] = [*stage.layers]
     if stage.embedding is not None:
@@ -114,6 +114,15 @@ class Ddp(LossStep):
 
     def __init__(self, job: Job) -> None:
         self.step = DistributedDataParallel(build(job.config))
+        self.optimizer = torch.optim.AdamW(self.step.parameters(), lr=job.config.lr, foreach=True)
+
+
+class Fsdp(LossStep):
+    """One optimizer step with FSDP2 of the whole model, without a pipeline; its replica's loss."""
+
+    def __init__(self, job: Job) -> None:
+        mesh = init_device_mesh("cpu", (job.replicas,))
+        self.step = _sharded(build(job.config), mesh, reshard=True)
         self.optimizer = torch.optim.AdamW(self.step.parameters(), lr=job.config.lr, foreach=True)
 
 

@@ -1,7 +1,8 @@
-"""Pages that are written from tests: known faults, and what works with what."""
+"""Pages that are written from tests and results: faults, what works with what, benchmarks."""
 
 from pathlib import Path
 
+from benchmarks import page
 from tests.faults import combinations, kinds
 
 FOLDER = Path(__file__).parent
@@ -50,7 +51,7 @@ def pairs() -> str:
     return COMBINATIONS.format(written=WRITTEN.format(source=source)) + combinations.text()
 
 
-PAGES = {"faults.md": faults, "what-works-with-what.md": pairs}
+PAGES = {"faults.md": faults, "what-works-with-what.md": pairs, "benchmarks.md": page.text}
 
 
 def write() -> None:

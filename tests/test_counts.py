@@ -1,7 +1,7 @@
 """What steps do, as committed: a change of these counts is a regression unless it is meant.
 
 Exact on every machine, since they are read from plans. `make bench-counts` shows all that differs,
-and writes benchmarks/counts.json again. Time and memory: `make bench-pipeline`.
+and writes benchmarks/counts.json again. Time and memory: `make bench`.
 """
 
 from dataclasses import asdict, fields

@@ -247,7 +247,7 @@ def test_readme_names_the_main_commands():
     assert {"train", "test"} <= make_targets_named(first_screen)
     targets = {"help", "env", "train", "test", "test-slow", "test-torch", "test-models"}
     targets |= {"bench-pipeline", "bench-zero", "bench-experts", "bench-plan", "bench-init"}
-    targets |= {"bench-counts", "bench-predict"}
+    targets |= {"bench", "bench-counts", "bench-predict"}
     targets |= {"bench-state", "bench-launch"}
     targets |= {"fuzz", "fuzz-train", "soak", "docs", "lint", "format", "clean"}
     assert targets == make_targets()

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError
+from piper_dynamo.look.bench import bench
 from piper_dynamo.look.command import REFUSED, Command, show_json
 from piper_dynamo.look.convert import convert
 from piper_dynamo.look.dumps import debug
@@ -399,4 +400,4 @@ def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: st
         show_json(ctx, is_fine=True, subject=subject, text=text.splitlines())
 
 
-COMMANDS = (plan, check, plot, compare, explain, convert, debug)
+COMMANDS = (plan, check, plot, compare, explain, convert, debug, bench)
