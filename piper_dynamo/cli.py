@@ -5,6 +5,7 @@ without a process.
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -129,7 +130,10 @@ def train(
     )
     options["schedule"] = schedule_name(options["schedule"])
     config, *others = launching.configs(Config(**options))
-    # After the options were checked: importing torch's compiler takes seconds.
+    if os.environ.get("RANK", "0") == "0":
+        shown = f"{config.world} rank{'s' * (config.world > 1)} of {config.schedule}"
+        click.echo(f"starting {shown}: torch is imported first, which takes seconds", err=True)
+    # After the options were checked.
     from piper_dynamo.train.report import claim_folder
 
     out, resume = config.out, config.resume

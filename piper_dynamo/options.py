@@ -9,11 +9,10 @@ import torch
 
 from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperStrategyError, format_error
-from piper_dynamo.loss_scale import LossScale, is_scale
+from piper_dynamo.loss_scaling import NAN_CHECKS, LossScale, is_scale
 from piper_dynamo.strategy import Strategy
 
 STARTS = ("equal", "broadcast")
-NAN_CHECKS = ("raise", "skip")
 TUNED = "max-autotune"
 FUSED = ("inductor", TUNED)  # what Inductor compiles
 COMPILE_MODES = ("aten", *FUSED, "emulate")

@@ -23,7 +23,7 @@ from piper_dynamo.garbage import freed
 from piper_dynamo.ir.joint import Unjoined
 from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.loss_scale import Scaler
+from piper_dynamo.loss_scaling import Scaler
 from piper_dynamo.sharding import Block
 
 ANCHOR = "_piper_anchor"  # name of the empty parameter of a rank that holds none

@@ -27,7 +27,7 @@ from piper_dynamo.finite import agree_on_gradients, check_step, refuse_without_l
 from piper_dynamo.garbage import give_back, keep_large_apart
 from piper_dynamo.ir.joint import Arg, ArgKind, Unjoined
 from piper_dynamo.ir.program import RankProgram, Watch
-from piper_dynamo.loss_scale import Scaler
+from piper_dynamo.loss_scaling import Scaler
 from piper_dynamo.loss_weights import loss_weights
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.lowering.emulate import emulated_chunk

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.values import Faults, code, user_line
+
+if TYPE_CHECKING:  # importing torch takes seconds, and strategies are made without
+    from torch import Tensor
+
+    from piper_dynamo.ir.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -26,17 +27,17 @@ class Kernel:
         where: The user's line.
     """
 
-    pattern: Callable[..., Tensor]
-    kernel: Callable[..., Tensor]
-    inputs: tuple[TensorSpec, ...]
+    pattern: "Callable[..., Tensor]"
+    kernel: "Callable[..., Tensor]"
+    inputs: "tuple[TensorSpec, ...]"
     where: str = field(compare=False)
 
     def __init__(
         self,
-        pattern: Callable[..., Tensor],
-        kernel: Callable[..., Tensor],
+        pattern: "Callable[..., Tensor]",
+        kernel: "Callable[..., Tensor]",
         *,
-        example: Sequence[Tensor],
+        example: "Sequence[Tensor]",
     ) -> None:
         """Check and store.
 
@@ -49,13 +50,17 @@ class Kernel:
         Raises:
             PiperStrategyError: Lists every argument that is not allowed.
         """
+        import torch
+
+        from piper_dynamo.ir.spec import TensorSpec
+
         where = user_line()
         faults = Faults("piper.Kernel", where)
         for name, given in (("pattern", pattern), ("kernel", kernel)):
             if not callable(given):
                 faults.add(name, given, "must be a function of tensors")
-        are_tensors = isinstance(example, Sequence) and all(isinstance(e, Tensor) for e in example)
-        if not are_tensors or not example:
+        is_list = isinstance(example, Sequence)
+        if not is_list or not example or not all(isinstance(e, torch.Tensor) for e in example):
             faults.add("example", example, "must be a tuple of one or more tensors")
         faults.check()
         specs = tuple(TensorSpec.of(torch.empty_like(e, device="meta")) for e in example)
@@ -73,7 +78,7 @@ class Kernel:
 class _Example:
     """Prints as the code of a tensor like it."""
 
-    spec: TensorSpec
+    spec: "TensorSpec"
 
     def __repr__(self) -> str:
         shape, stride, dtype = self.spec.shape, self.spec.stride, self.spec.dtype

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo.cli import main
-from piper_dynamo.doctor import Finding, Report, Severity
+from piper_dynamo.examination import Finding, Report, Severity
 from tests.models import (
     BakedIn,
     Branching,

@@ -14,7 +14,7 @@ import piper_dynamo as piper
 from piper_dynamo import planning
 from piper_dynamo.access import state_of
 from piper_dynamo.ir.program import UNWATCHED
-from piper_dynamo.loss_scale import Scaler
+from piper_dynamo.loss_scaling import Scaler
 from tests import jobs, replicas
 from tests.jobs import LINE2, Placement
 from tests.models import Stack4, rows, weights

@@ -5,6 +5,7 @@ of the passes, the passes nothing of lowering, the runtime only the program it e
 """
 
 import ast
+import importlib
 import importlib.metadata
 import os
 import re
@@ -32,7 +33,7 @@ FACADE = frozenset(
             "checkpoint",
             "cli",
             "debug",
-            "doctor",
+            "examination",
             "finite",
             "look",
             "loss_weights",
@@ -43,6 +44,7 @@ FACADE = frozenset(
             "records",
             "predict",
             "programs",
+            "public",
             "step",
             "train",
             "weights",
@@ -151,6 +153,30 @@ def test_imports_go_one_way():
 )
 def test_import_rule(module: str, other: str, allowed: bool):
     assert may_import(module, other) is allowed
+
+
+def test_the_command_line_starts_without_torch():
+    """So do its version, its help and completions: importing torch takes seconds."""
+    code = (
+        "import sys; from piper_dynamo.cli import main; main(['train', '--help'], "
+        "standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--schedule" in found.stdout
+
+
+def test_public_names_are_no_files():
+    """Python puts a module that is imported in the place of what else had its name."""
+    names = set(importlib.import_module("piper_dynamo").__all__)
+    modules = {"debug", "moe", "schedules", "strategies"}
+    assert {n for n in names if f"piper_dynamo.{n}" in PACKAGE_FILES} == modules
+    code = (
+        "import piper_dynamo.moe.layer, piper_dynamo as piper; from piper_dynamo import debug; "
+        "assert 'Place' in dir(piper); piper.annotate('PP', 0); "
+        "from piper_dynamo import *; annotate('PP', 1); assert Place is piper.Place; "
+        "assert piper.schedules.gpipe and not hasattr(piper, 'plane')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def setup_arguments() -> dict[str, Any]:

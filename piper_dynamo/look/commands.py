@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from piper_dynamo.costs import Costs
 from piper_dynamo.errors import PiperError
 from piper_dynamo.look.bench import bench
 from piper_dynamo.look.command import REFUSED, Command, show_json
@@ -21,7 +20,8 @@ from piper_dynamo.look.options import option_of
 from piper_dynamo.schedules import schedule_name
 from piper_dynamo.train.config import Config
 
-if TYPE_CHECKING:  # importing torch's compiler takes seconds
+if TYPE_CHECKING:  # importing torch takes seconds
+    from piper_dynamo.costs import Costs
     from piper_dynamo.look.target import Target
     from piper_dynamo.planning import Plan
 
@@ -221,7 +221,7 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
 
 
 def _examine(ctx: click.Context, target: "Target") -> None:
-    from piper_dynamo.doctor import doctor
+    from piper_dynamo.examination import doctor
     from piper_dynamo.strategy import Strategy
 
     strategy = None if target.strategy == Strategy() else target.strategy
@@ -307,8 +307,9 @@ def plot(  # noqa: PLR0913  (an option each)
         show_json(ctx, is_fine=True, path=out, **step)
 
 
-def _costs(text: str | None) -> Costs | None:
+def _costs(text: str | None) -> "Costs | None":
     """Costs as they are written on the command line."""
+    from piper_dynamo.costs import Costs
     from piper_dynamo.look.target import Misuse
 
     if text is None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from piper_dynamo.options import NAN_CHECKS
+from piper_dynamo.loss_scaling import NAN_CHECKS
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.train.config import CHUNKS, DTYPES, MODELS, PRECISIONS
 from piper_dynamo.train.resume import LATEST

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from piper_dynamo.costs import Costs
 from piper_dynamo.look.command import REFUSED, Command, show_json
 from piper_dynamo.look.commands import is_json, takes_target
 from piper_dynamo.schedules import schedule_name
@@ -159,6 +158,7 @@ def _narrowed(ctx: click.Context, devices: int) -> dict[str, Any]:
 
 def _costs_of(path: str | None, rates: Mapping[str, float | None]) -> "CostsOf":
     """A profile, or a roofline of the rates that are given."""
+    from piper_dynamo.costs import Costs
     from piper_dynamo.look.target import Misuse
     from piper_dynamo.predict.profile import Profile
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper_dynamo.annotate import annotate
+from piper_dynamo.annotation import annotate
 from piper_dynamo.errors import PiperStrategyError
 from piper_dynamo.moe.routing import combine, dispatch, grouped_mm
 

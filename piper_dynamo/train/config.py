@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from piper_dynamo import strategies
 from piper_dynamo.directives import Keep, Precision
 from piper_dynamo.errors import PiperStrategyError, join_faults
-from piper_dynamo.options import NAN_CHECKS
+from piper_dynamo.loss_scaling import NAN_CHECKS
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.strategy import Strategy
 

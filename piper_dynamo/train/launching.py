@@ -7,9 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from piper_dynamo.errors import PiperStrategyError, join_faults
-from piper_dynamo.runtime import launch_torchrun
-from piper_dynamo.runtime.launch import launch
-from piper_dynamo.runtime.launch_torchrun import HERE, Hosts
 from piper_dynamo.train.config import Config
 
 ENGINES = ("local", "torchrun", "ray")
@@ -87,7 +84,10 @@ class Launching:
 
     def run(self, config: Config, others: Sequence[Config]) -> list[Any]:
         """Start the ranks, or be one of those that torchrun has started."""
-        from piper_dynamo.train.job import run_rank  # imports torch's compiler
+        # These import torch, which takes seconds.
+        from piper_dynamo.runtime import launch_torchrun
+        from piper_dynamo.runtime.launch import launch
+        from piper_dynamo.train.job import run_rank
 
         job = functools.partial(run_rank, config, tuple(others))
         ranks = [one.world for one in (config, *others)]
@@ -99,7 +99,7 @@ class Launching:
                 timeout_s=config.timeout_s,
                 max_restarts=self.max_restarts,
                 logs=None,
-                hosts=Hosts(**({"rdzv_endpoint": HERE} | asked)),
+                hosts=launch_torchrun.Hosts(**({"rdzv_endpoint": launch_torchrun.HERE} | asked)),
             )
         return launch(
             job,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper_dynamo.annotate import annotate
+from piper_dynamo.annotation import annotate
 from piper_dynamo.moe import MoELayer
 from piper_dynamo.moe import dropped as dropped_rows
 from piper_dynamo.runtime.world import world_size

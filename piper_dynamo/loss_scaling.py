@@ -12,6 +12,8 @@ from typing import TypeAlias
 from piper_dynamo.errors import PiperStrategyError
 from piper_dynamo.values import is_whole
 
+NAN_CHECKS = ("raise", "skip")  # what becomes of a step with values that are not finite
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
