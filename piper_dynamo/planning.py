@@ -160,7 +160,10 @@ class Plan:
                 None: as that of the model.
         """
         if not 0 <= rank < self.world_size:
-            raise PiperPlanError(f"rank {rank} is outside the world of {self.world_size} ranks")
+            last = self.world_size - 1
+            raise PiperPlanError(
+                f"rank {rank} is outside the world of {self.world_size} ranks: they are 0 to {last}"
+            )
         if device not in (None, "cpu", "cuda"):
             raise PiperPlanError(f"a program for device {device!r}: choose 'cpu' or 'cuda'")
         if device == "cpu" or (device is None and not self.on_cuda):

@@ -8,6 +8,7 @@ in it.
 Signature: all ranks' programs -> records; -> text.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,20 @@ _ALWAYS = ("rank", "regions", "tasks", "step peak")
 # Of the step itself: the loss is a number, and its reduction says nothing of a strategy.
 LOSS = "loss"
 _LISTED = 20  # rows of a table whose length grows with the plan
+WORDS = {
+    "regions": "the tagged parts of the model that it runs; x3: cut into 3 pieces",
+    "parameters": "bytes of those that it holds whole",
+    "sharded": "bytes of its blocks of those that replicas share out (ZeRO, experts)",
+    "absent": "bytes of those that other ranks hold",
+    "buffers": "bytes of those that it holds",
+    "tasks": "its forwards and backwards, of all microbatches",
+    "sends": "messages to other ranks, and the bytes of all",
+    "exchanges": "rows brought to experts and back, and the bytes of all",
+    "gathers": "sharded parameters made whole before they are used, and the bytes of all",
+    "reductions": "gradients summed over replicas, and the bytes of all",
+    "step peak": "most bytes that the step adds to what it holds before",
+    "chunks": "the operators of a task, compiled as one; equal chunks are compiled once",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +226,13 @@ def facts(program: RankProgram, args: Sequence[Arg]) -> RankFacts:
         reductions=traffic(_is_reduction),
         step_peak=program.peak_bytes,
     )
+
+
+def legend(text: str) -> str:
+    """What the columns of a summary's first table say, a line for each that it has."""
+    heads = [head.strip() for head in re.split(r"\s{2,}", text.splitlines()[1].strip())]
+    rows = [[head, WORDS[head]] for head in (*heads, "chunks") if head in WORDS]
+    return "\n".join(["of a rank, and in one step:", *(f"  {a:<11} {b}" for a, b in rows)])
 
 
 def tasks(programs: Sequence[RankProgram]) -> str:

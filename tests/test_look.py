@@ -19,6 +19,7 @@ from piper_dynamo.look.explain import explain
 from piper_dynamo.look.target import Target, load_target
 from piper_dynamo.pictures import to_chrome_trace
 from piper_dynamo.runtime.executor import Executor
+from piper_dynamo.summary import WORDS, _row, facts, legend
 from piper_dynamo.train.config import Config
 from tests import jobs
 from tests.jobs import LINE2
@@ -485,6 +486,33 @@ def test_explain(sharded: piper.Plan, subject: str, words: list[str]):
 )
 def test_explain_refuses(sharded: piper.Plan, subject: str, words: list[str]):
     jobs.mentions(jobs.refusal(lambda: explain(sharded, subject)), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("explain F.PP1.MB0", ("piper explain example.py F.PP1.MB0", "piper explain - F.PP1.MB0")),
+        ("explain", ("needs a target and a subject", "piper explain - F.PP0.MB0")),
+        ("search --devices 2", ("piper profile measures this machine",)),
+        ("plot --costs-from no.json", ("piper profile, or piper.profile, measures",)),
+        ("plot --costs F=1,X=2", ("there is no 'X'; known: F, BI, BW",)),
+        ("plott", ("Did you mean 'plot'?",)),
+        ("plot --unt s", ("'--unit'",)),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_with_what_is_right(arguments: str, words: tuple[str, ...]):
+    found = piper_(*arguments.split())
+    assert found.exit_code != 0
+    jobs.mentions(found.output, *words)
+
+
+def test_a_summary_says_what_its_columns_mean(file: Path, sharded: piper.Plan):
+    shown = piper_("plan", file).stdout
+    assert "  sends       messages to other ranks, and the bytes of all" in shown
+    assert "  gathers  " not in shown  # there are none
+    assert "  gathers     sharded parameters made whole" in legend(sharded.summary())
+    columns = _row(facts(sharded.programs[0], sharded.args))
+    assert set(WORDS) == {*columns, "chunks"} - {"rank"}
 
 
 def test_explain_commands(file: Path):

@@ -170,6 +170,10 @@ def test_public_names_are_no_files():
     names = set(importlib.import_module("piper_dynamo").__all__)
     modules = {"debug", "moe", "schedules", "strategies"}
     assert {n for n in names if f"piper_dynamo.{n}" in PACKAGE_FILES} == modules
+
+
+@pytest.mark.slow
+def test_public_names_come_at_their_first_use():
     code = (
         "import piper_dynamo.moe.layer, piper_dynamo as piper; from piper_dynamo import debug; "
         "assert 'Place' in dir(piper); piper.annotate('PP', 0); "

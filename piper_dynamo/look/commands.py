@@ -151,8 +151,11 @@ def plan(
     TARGET is a Python file that defines model(), inputs() and strategy(), a strategy as JSON, for a
     model of piper train, or a run folder; without one the options describe a job of piper train.
     """
+    from piper_dynamo.summary import legend
+
     found = target.plan(ranks)
-    click.echo(found.summary(optimizer=optimizer))
+    summary = found.summary(optimizer=optimizer)
+    click.echo(f"{summary}\n\n{legend(summary)}")
     if hosts is not None:
         click.echo(f"\n{found.topology(hosts)}")
     if with_graph:
@@ -380,6 +383,18 @@ def compare(
         ctx.exit(REFUSED)
 
 
+def _subject(ctx: click.Context, _: click.Parameter, given: str | None) -> str:
+    """The subject; where there is one argument alone, click takes it for the target."""
+    if given is None:
+        task = ctx.params.get("target") or "F.PP0.MB0"
+        raise click.UsageError(
+            "explain needs a target and a subject, which is a task (F.PP0.MB0), a parameter or a "
+            f"rank, as in: piper explain example.py {task}; of a job of piper train that the "
+            f"options describe: piper explain - {task}"
+        )
+    return given
+
+
 def _finite(value: float) -> float | None:
     """JSON has no infinity."""
     return value if abs(value) < float("inf") else None
@@ -387,7 +402,7 @@ def _finite(value: float) -> float | None:
 
 @click.command(cls=Command)
 @takes_target
-@click.argument("subject")
+@click.argument("subject", required=False, metavar="SUBJECT", callback=_subject)
 def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: str) -> None:
     """Explain a task (F.PP0.MB0), a parameter, or a rank (its number) of a plan.
 

@@ -164,7 +164,10 @@ def _costs_of(path: str | None, rates: Mapping[str, float | None]) -> "CostsOf":
 
     given: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
     if (path is None) == (not given):
-        raise Misuse("say what things take: --profile, or --flops and --memory-bandwidth")
+        raise Misuse(
+            "say what things take: --profile, or --flops and --memory-bandwidth; piper profile "
+            "measures this machine and writes profile.json for --profile"
+        )
     if path is not None:
         return Profile.load(path)
     if "flops" not in given or "memory_bandwidth" not in given:

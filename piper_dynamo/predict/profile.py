@@ -153,7 +153,10 @@ class Profile:
         try:
             return cls.from_json(read_text(Path(path)))
         except (OSError, UnicodeDecodeError) as error:
-            raise PiperError(f"no profile can be read: {error}") from error
+            raise PiperError(
+                f"no profile can be read: {error}\n  hint  piper profile, or piper.profile, "
+                "measures a machine and writes one"
+            ) from error
 
     def __str__(self) -> str:
         """What was measured, as a few lines."""

@@ -24,6 +24,7 @@ from piper_dynamo.measure import PREDICTED_FROM_RUN, measured_costs
 from piper_dynamo.pictures import save, to_chrome_trace
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.world import job_name, restarts
+from piper_dynamo.summary import legend
 from piper_dynamo.timeline import Timeline
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus
@@ -158,7 +159,8 @@ class RunFolder:
 
     def write_plan(self, plan: Plan) -> None:
         """The plan's summary and graph, and each rank's program as the Python that runs."""
-        text = f"{plan.summary()}\n\n{plan.graph}\n"
+        summary = plan.summary()
+        text = f"{summary}\n\n{legend(summary)}\n\n{plan.graph}\n"
         (self.path / "plan.txt").write_text(text, encoding="utf-8")
         for rank in range(plan.world_size):
             path = self.path / f"program_rank{rank}.py"
