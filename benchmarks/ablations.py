@@ -48,7 +48,7 @@ def _row(section: str, what: str, found: Comparison) -> Row:
     return Row(
         section=section,
         what=what,
-        figures=f"{found.text()}   {1 - found.ratio:.0%} less",
+        figures=f"{found.text()}   {found.ratio - 1:+.1%}",
         data=found.figures(),
     )
 
