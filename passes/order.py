@@ -276,11 +276,11 @@ def check_acyclic(dag: Dag) -> None:
         if len(ranks) > 1
         else "an order contradicts the dataflow or another order"
     )
-    asked = _asked([(ordered.get(edge, ""), *(tasks[i] for i in edge)) for edge in edges])
+    asked = _orders_of([(ordered.get(edge, ""), *(tasks[i] for i in edge)) for edge in edges])
     raise PiperPlanError(format_error(title, {**asked, "cycle": "\n".join(lines)}, hint=hint))
 
 
-def _asked(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
+def _orders_of(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
     """What the orders in a cycle ask for, in a line each.
 
     Args:
@@ -293,8 +293,7 @@ def _asked(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
         if where:
             first, last = task_of(run[0][1]), task_of(run[-1][2])
             ranks = ",".join(map(str, first.devices))
-            by = where if where.startswith("piper.") else f"the Order at {where}"
-            found.append(f"{by}: {first} before {last}, on rank {ranks}")
+            found.append(f"the Order at {where}: {first} before {last}, on rank {ranks}")
     if not found:
         return {}
     return {"contradict" if len(found) > 1 else "asked": "\n".join(dict.fromkeys(found))}

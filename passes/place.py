@@ -142,10 +142,13 @@ class Place:
         if not argument:
             return ""
         have = tags_there(dag).get("PP", set())
-        placed = {p.filter.tags.get("PP") for p in self._placements}
+        placed = {tag for p in self._placements if isinstance(tag := p.filter.tags.get("PP"), int)}
+        if have == placed:
+            return ""  # what is not placed has other tags
         return (
-            f"the model has {len(have)} stages (parts tagged PP) and {len(placed)} are placed; "
-            f"change {argument}, or tag other parts, by piper.annotate or regions="
+            f"the model has {len(have)} stages (PP={_listed(sorted(have))}) and {len(placed)} are "
+            f"placed (PP={_listed(sorted(placed))}); change {argument}, or tag other parts, by "
+            "piper.annotate or regions="
         )
 
     def _twice(

@@ -34,7 +34,9 @@ def guard_shared_parameters() -> None:
     """Let a model whose weights are shared be no match for what was compiled without.
 
     Dynamo leaves that check out by default, since what it compiles itself adds gradients up where
-    parameters are one; here each rank's program says whose gradients are summed.
+    parameters are one; here each rank's program says whose gradients are summed. The guards are
+    made after the backend has returned, so that the setting cannot be taken back: it holds for all
+    that the process compiles from then on, where it costs a comparison of parameters a call.
     """
     dynamo_config.skip_no_tensor_aliasing_guards_on_parameters = False
 
@@ -119,7 +121,10 @@ def attribute_stores() -> list[tuple[dict[str, Any] | None, str, str]]:
 
 
 def given_to_backend(step: Any) -> dict[str, Any]:
-    """The arguments that `torch.compile` keeps for a step's backend; it compares them by value."""
+    """The arguments that `torch.compile` keeps for a step's backend, and compares by value.
+
+    It is its own dict, no copy: what is put into it takes effect.
+    """
     backend: Any = getattr(getattr(step, "dynamo_ctx", None), "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend

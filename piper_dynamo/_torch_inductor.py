@@ -77,8 +77,9 @@ def compile_with_inductor(
 def _own_entries() -> AbstractContextManager[Any]:
     """Let what is kept on disk be found again by this version of Piper alone.
 
-    The key has the graph, the shapes, the settings and the version of torch already, and the user's
-    own tag, which stays in it.
+    The key has the graph, the shapes, the settings and the version of torch already, but not what a
+    version of Piper takes for granted of compiled code: outputs' strides, and who may change which
+    argument. The user's own tag stays in it.
     """
     tag = f"{compiler_config.cache_key_tag} piper {version.__version__}".strip()
     patched: AbstractContextManager[Any] = compiler_config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]

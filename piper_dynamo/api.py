@@ -15,7 +15,7 @@ from piper_dynamo.backend import graph_break, piper
 from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.spec import is_library
-from piper_dynamo.options import Asked, Options
+from piper_dynamo.options import Options, OptionsByLine
 from piper_dynamo.pending import settle, settle_bare
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.world import communicator
@@ -66,8 +66,8 @@ def prepare(step: Any, *args: Any, **kwargs: Any) -> None:
     """
     settle([module_of(step)])
     asked = dynamo.given_to_backend(step)
-    if isinstance(asked.get("options"), dict):
-        asked["options"] = Asked(asked["options"])
+    if isinstance(asked.get("options"), dict):  # by reference: Dynamo compares these from now on
+        asked["options"] = OptionsByLine(asked["options"])
     given = [v.device for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     settle_bare(module_of(step), given[0] if given else torch.device("cpu"))
     with session(None) as now:
@@ -215,7 +215,7 @@ def _of_world(strategies: Mapping[int, Strategy], world_size: int) -> Strategy:
 def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
     if not isinstance(strategy, Strategy):
         raise PiperError(f"strategy is a {type(strategy).__name__}; give a piper.Strategy")
-    chosen = Asked({**options, "strategy": strategy})
+    chosen = OptionsByLine({**options, "strategy": strategy})
     Options.of(chosen)
     return torch.compile(model, backend=piper, fullgraph=True, options=chosen)
 

@@ -18,11 +18,13 @@ FUSED = ("inductor", TUNED)  # what Inductor compiles
 COMPILE_MODES = ("aten", *FUSED, "emulate")
 
 
-class Asked(dict[str, Any]):
+class OptionsByLine(dict[str, Any]):
     """Options whose strategies are equal only where they were written on the same lines.
 
     Dynamo takes the code that it has where options are equal, and with it the strategy that this
-    code was made for: errors would name the lines of that one.
+    code was made for: errors would name the lines of that one. `torch.compile` copies what it is
+    given into a plain dict, so this holds for steps of `piper.compile`, `piper.plan` and
+    `piper.prepare`, which put these in its place.
     """
 
     def __eq__(self, other: object) -> bool:

@@ -8,7 +8,6 @@ in it.
 Signature: all ranks' programs -> records; -> text.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ _ALWAYS = ("rank", "regions", "tasks", "step peak")
 # Of the step itself: the loss is a number, and its reduction says nothing of a strategy.
 LOSS = "loss"
 _LISTED = 20  # rows of a table whose length grows with the plan
-WORDS = {
+COLUMNS = {  # what those of the first table say
     "regions": "the tagged parts of the model that it runs; x3: cut into 3 pieces",
     "parameters": "bytes of those that it holds whole",
     "sharded": "bytes of its blocks of those that replicas share out (ZeRO, experts)",
@@ -49,7 +48,6 @@ WORDS = {
     "gathers": "sharded parameters made whole before they are used, and the bytes of all",
     "reductions": "gradients summed over replicas, and the bytes of all",
     "step peak": "most bytes that the step adds to what it holds before",
-    "chunks": "the operators of a task, compiled as one; equal chunks are compiled once",
 }
 
 
@@ -230,8 +228,9 @@ def facts(program: RankProgram, args: Sequence[Arg]) -> RankFacts:
 
 def legend(text: str) -> str:
     """What the columns of a summary's first table say, a line for each that it has."""
-    heads = [head.strip() for head in re.split(r"\s{2,}", text.splitlines()[1].strip())]
-    rows = [[head, WORDS[head]] for head in (*heads, "chunks") if head in WORDS]
+    heads = next(line for line in text.splitlines() if line.split()[:2] == ["rank", "regions"])
+    rows = [(head, says) for head, says in COLUMNS.items() if f" {head}" in heads]
+    rows.append(("chunks", "the operators of a task, compiled as one; equal ones only once"))
     return "\n".join(["of a rank, and in one step:", *(f"  {a:<11} {b}" for a, b in rows)])
 
 

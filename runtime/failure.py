@@ -42,7 +42,8 @@ _LOST = (
 )
 
 
-UNGUARDED = 70  # exit code of a process that was to start ranks while it read the script again
+# Exit code of a process that was to start ranks while it read the script again; none of sysexits.
+UNGUARDED = 170
 UNGUARDED_TEXT = """\
 the process read the script again, to find the function, and came to the call that starts ranks
 put that under `if __name__ == "__main__":`, as in
@@ -112,7 +113,7 @@ class Failure:
             restarts: How often the job was started before.
             has_begun: Whether it came as far as to call the job's function.
         """
-        if exit_code == UNGUARDED:
+        if exit_code == UNGUARDED and not has_begun:
             text = UNGUARDED_TEXT
         elif exit_code is not None and exit_code < 0:
             text = f"the process was killed by {signal.Signals(-exit_code).name}"

@@ -74,30 +74,33 @@ def faults_of(rank: int, world_size: int) -> tuple[Fault, ...]:
         PiperError: It asks for something that there is not; lists every fault of the text.
     """
     attempt = int(next(filter(None, map(os.environ.get, ATTEMPTS)), "0"))
-    found = [fault for fault in _asked() if fault.attempt == attempt]
+    found = [fault for fault in _in_environment() if fault.attempt == attempt]
     _refuse_outside(found, world_size)
     return tuple(fault for fault in found if fault.rank == rank)
 
 
-def check_asked(ranks: Sequence[int]) -> None:
+def check_variable(ranks: Sequence[int]) -> None:
     """Read what the environment asks for before any rank is started.
 
     Args:
-        ranks: How many there are, by start of the job.
+        ranks: The numbers of ranks that the job may have, the first start's first.
 
     Raises:
-        PiperError: It cannot be read, or is of a rank that no start has.
+        PiperError: It cannot be read, or is of a rank that no start can have: the first one has
+            the first number, later ones may have any.
     """
-    _refuse_outside(_asked(), max(ranks))
+    found = _in_environment()
+    _refuse_outside([fault for fault in found if fault.attempt == 0], ranks[0])
+    _refuse_outside(found, max(ranks))
 
 
 def kill_of(rank: int, attempt: int) -> Fault | None:
     """The kill that the environment asks of a rank in this start of the job; else None."""
-    asked = (f for f in _asked() if f.kind is Kind.KILL)
+    asked = (f for f in _in_environment() if f.kind is Kind.KILL)
     return next((f for f in asked if f.rank == rank and f.attempt == attempt), None)
 
 
-def _asked() -> tuple[Fault, ...]:
+def _in_environment() -> tuple[Fault, ...]:
     text = os.environ.get(VARIABLE, "")
     return parse(text) if text else ()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from piper_dynamo.errors import PiperError
 from piper_dynamo.runtime import launch_local, launch_ray, launch_torchrun, local
-from piper_dynamo.runtime.faults import check_asked
+from piper_dynamo.runtime.faults import check_variable
 from piper_dynamo.runtime.outcomes import JobFailedError
 
 log = logging.getLogger("piper.launch")
@@ -69,7 +69,7 @@ def launch(
     sizes = _checked(ranks, engine, timeout_s, max_restarts)
     if address is not None and engine != "ray":
         raise PiperError(f'launch(address={address!r}) is of a Ray cluster; give engine="ray"')
-    check_asked(sizes)
+    check_variable(sizes)
     kept = None if logs is None else str(Path(logs).resolve())
     if engine == "inprocess":
         if max_restarts or len(sizes) > 1 or logs is not None:

@@ -172,7 +172,7 @@ def _arrivals(
             processes[r].join(GRACE_S)
             code = processes[r].exitcode
             failure = Failure.ended(r, code, restarts, has_begun=r in begun)
-            told = Outcome(failure=failure, is_refusal=code == UNGUARDED)
+            told = Outcome(failure=failure, is_refusal=code == UNGUARDED and r not in begun)
         if told is None:
             begun.add(r)
         else:

@@ -237,13 +237,15 @@ def _started(ray: Any, actors: Sequence[Any]) -> list[str]:
     pending = list(answers)
     log.info("waiting for Ray to start %d processes", len(answers))
     end = time.monotonic() + START_S
-    while pending and time.monotonic() < end:
-        _, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
     try:
+        while pending and time.monotonic() < end:
+            done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            ray.get(done)  # raises what a rank ended by, whatever becomes of the others
         return list(ray.get(answers, timeout=0.0 if pending else None))
     except ray.exceptions.RayError as error:
         missing = ", ".join(str(r) for r, answer in enumerate(answers) if answer in pending)
-        why = f"nothing from rank {missing} in {START_S:.0f} s" if pending else str(error).strip()
+        is_late = isinstance(error, ray.exceptions.GetTimeoutError)
+        why = f"nothing from rank {missing} in {START_S:.0f} s" if is_late else str(error).strip()
         raise PiperError(
             format_error(
                 "Ray has not started the ranks",

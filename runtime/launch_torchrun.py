@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from piper_dynamo.errors import PiperError
-from piper_dynamo.runtime.failure import Failure, is_lost
-from piper_dynamo.runtime.faults import check_asked
+from piper_dynamo.runtime.failure import UNGUARDED, Failure, is_lost
+from piper_dynamo.runtime.faults import check_variable
 from piper_dynamo.runtime.launch_local import check_sendable
 from piper_dynamo.runtime.logs import kept
 from piper_dynamo.runtime.outcomes import JobFailedError, job_failed
@@ -99,7 +99,7 @@ def run(
     hosts: Hosts | None = None,
 ) -> list[Any]:
     """Join the ranks that torchrun started; where it started none, start them; see `launch`."""
-    check_asked(ranks)
+    check_variable(ranks)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return _start(fn, ranks, timeout_s, max_restarts, logs, hosts or Hosts())
     if max_restarts and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
@@ -183,7 +183,8 @@ def _failed(error: Any, restarts: int) -> JobFailedError:
     for rank, one in error.failures.items():
         known = one.error_file_data.get("message")
         if not isinstance(known, dict):  # it did not raise
-            failure = Failure.ended(rank, one.exitcode, restarts)
+            has_begun = one.exitcode != UNGUARDED  # torchrun does not say
+            failure = Failure.ended(rank, one.exitcode, restarts, has_begun=has_begun)
         else:
             told, trace = str(one.message), str(known.get("extraInfo", {}).get("py_callstack", ""))
             kind, _, text = told.partition(": ")

@@ -380,6 +380,7 @@ def test_the_debugger_stops_and_lists(tmp_path: Path):
     assert "['done', 'done']" in output
 
 
+@pytest.mark.slow
 def test_a_line_of_a_chunk_takes_a_breakpoint(tmp_path: Path):
     script, cache = tmp_path / "job.py", tmp_path / "cache"
     script.write_text(SCRIPT)

@@ -101,7 +101,19 @@ def make_targets() -> set[str]:
 
 # Whose blocks, or commands, start several jobs or go through many plans.
 LONG_BLOCKS = {
-    f"docs/{n}.md" for n in ("debugging", "experts", "launch", "memory", "prediction", "zero")
+    f"docs/{n}.md"
+    for n in (
+        "debugging",
+        "experts",
+        "launch",
+        "loss",
+        "memory",
+        "models",
+        "numerics",
+        "prediction",
+        "state",
+        "zero",
+    )
 }
 LONG_COMMANDS = {f"docs/{name}.md" for name in ("interop", "memory", "prediction")}
 

@@ -62,9 +62,11 @@ def step_times(stages: int, placement: jobs.Placement, schedule: str) -> tuple[l
 def test_steps_take_the_simulated_time(
     pool: Pool, stages: int, placement: jobs.Placement, schedule: str
 ) -> None:
-    for times, simulated in pool.values(step_times, stages, placement, schedule):
-        assert min(times) >= simulated
-        assert min(times) <= 1.15 * simulated  # the best of several: the machine may be busy
+    found = pool.values(step_times, stages, placement, schedule)
+    # Of the slowest rank: one that leaves a barrier late begins late.
+    best = min(map(max, zip(*(times for times, _ in found), strict=True)))
+    for _, simulated in found:
+        assert simulated <= best <= 1.15 * simulated  # the best of several: the machine may be busy
 
 
 def test_the_chunks_of_a_task_share_its_cost() -> None:

@@ -121,9 +121,9 @@ def test_one_stage(placement: Any, microbatches: int, most: int, top: int) -> No
     ("schedule", "zero", "factor", "most", "shift"),
     [
         ("one_f_one_b", 0, 1.25, 4, LONE),
-        ("zb_h1", 1, 0.5, 2, (0.0,) * 4),
+        pytest.param("zb_h1", 1, 0.5, 2, (0.0,) * 4, marks=pytest.mark.slow),
         ("zbv", 3, 1.0, 2, LONE),
-        ("dualpipev", 0, 1.0, 2, (0.0,) * 4),
+        pytest.param("dualpipev", 0, 1.0, 2, (0.0,) * 4, marks=pytest.mark.slow),
     ],
 )
 def test_pipelines(
@@ -269,7 +269,12 @@ def check_normed(schedule: str, kind: type[Mixture] = Normed, **options: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("schedule", "bucket_mb"), [("one_f_one_b", None), ("zb_h1", None), ("zb_h1", 0.0002)]
+    ("schedule", "bucket_mb"),
+    [
+        pytest.param("one_f_one_b", None, marks=pytest.mark.slow),
+        ("zb_h1", None),
+        pytest.param("zb_h1", 0.0002, marks=pytest.mark.slow),
+    ],
 )
 def test_padding_does_not_poison_gradients(schedule: str, bucket_mb: float | None) -> None:
     """Buckets cut experts in two, so that one piece's rows are the other's."""
@@ -280,7 +285,7 @@ def test_masks_of_gradients_alone_are_enough_where_values_are_finite() -> None:
     check_normed("one_f_one_b", Ended)
 
 
-@pytest.mark.parametrize("kind", [Normed, Ended])
+@pytest.mark.parametrize("kind", [pytest.param(Normed, marks=pytest.mark.slow), Ended])
 def test_control_padding_that_is_not_masked(
     kind: type[Mixture], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ class Checkpointed(Mixture):
         return out
 
 
+@pytest.mark.slow
 def test_rows_do_not_travel_again_under_checkpointing() -> None:
     one, wanted = experts.case(), experts.strategy(PAIR, 2, "gpipe")
     again = replicas.Case(build=Checkpointed, batch=one.batch)

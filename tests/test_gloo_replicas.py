@@ -66,7 +66,14 @@ def half_of(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor
     return replicas.shard(whole, 2, rank % 2)
 
 
-@pytest.mark.parametrize(("case", "zero"), [("tied", 0), ("uneven", 1), ("tied", 3)])
+@pytest.mark.parametrize(
+    ("case", "zero"),
+    [
+        pytest.param("tied", 0, marks=pytest.mark.slow),
+        ("uneven", 1),
+        ("tied", 3),
+    ],
+)
 def test_a_line_of_replicas(pool: Pool, case: str, zero: int) -> None:
     found = pool.values(train_line, case, zero)
     want = replicas.reference(CASES[case], 2)

@@ -139,14 +139,23 @@ def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
             self.host = self
             self.remote = Answer
 
+    is_dead = False
+
     def wait(references: list[Answer], *, num_returns: int, timeout: float) -> tuple[Any, Any]:
         time.sleep(timeout)
-        return references[:1] if len(references) == num_returns > 1 else [], references[-1:]
+        count = min(len(references) - 1, num_returns)  # the last one never answers
+        return references[:count], references[count:]
 
-    def get(references: list[Answer], timeout: float | None) -> None:
-        raise ray.exceptions.GetTimeoutError("late") if timeout == 0.0 else AssertionError
+    def get(references: list[Answer], timeout: float | None = None) -> None:
+        if timeout == 0.0:
+            raise ray.exceptions.GetTimeoutError("late")
+        if is_dead and references:
+            raise ray.exceptions.RayActorError(error_msg="it could not import torch")
 
     fake = SimpleNamespace(wait=wait, get=get, exceptions=ray.exceptions)
-    monkeypatch.setattr(launch_ray, "START_S", 0.1)
+    monkeypatch.setattr(launch_ray, "START_S", 0.5)
     text = jobs.refusal(lambda: launch_ray._started(fake, [Actor(), Actor()]), PiperError)
     jobs.mentions(text, "Ray has not started the ranks", "nothing from rank 1", "ray status")
+    is_dead = True
+    text = jobs.refusal(lambda: launch_ray._started(fake, [Actor(), Actor()]), PiperError)
+    jobs.mentions(text, "Ray has not started the ranks", "it could not import torch")

@@ -139,7 +139,8 @@ def experts_alone() -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1])
 def test_put_off_reductions_of_copies_of_experts(zero: int):
     """Rows are exchanged in every step; experts' gradients are summed over their copies once."""
     want, part = experts_alone(), experts.part_of(2)

@@ -210,6 +210,7 @@ def test_inductor_moves_no_communication():
     assert any("overlap" in name for name in settings)
 
 
+@pytest.mark.slow
 def test_what_is_kept_on_disk_is_of_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,6 +291,7 @@ def test_files_that_hold_no_profile_are_refused(tmp_path) -> None:
 # Measuring
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, for messages and the host; few runs of small chunks."""
     keys = {c.key for c in piper.plan(Stack4(2), piper.Strategy(), rows(4)).chunks.values()}

@@ -87,7 +87,7 @@ def check(subject: str, schedule: str, zero: int, budget: float) -> None:
 QUICK = [
     ("plain", "one_f_one_b", 0, 0.0),
     ("tied", "zbv", 3, 0.5),
-    ("experts", "one_f_one_b", 3, 0.0),
+    pytest.param("experts", "one_f_one_b", 3, 0.0, marks=pytest.mark.slow),
     ("dropout", "one_f_one_b", 3, 0.0),
     ("dropout", "zbv", 0, 0.0),
     ("dropout", "dualpipev", 3, 0.5),

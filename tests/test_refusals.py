@@ -216,7 +216,9 @@ def test_a_strategy_of_a_function_is_told_by_its_arguments() -> None:
     for count, tagged in ((2, 4), (4, 2)):
         made = piper.strategies.pipeline("gpipe", ranks=2, stages=count, num_microbatches=2)
         text = refusal(lambda m=made, t=tagged: piper.plan(Stack4(t), m, rows(8)))
-        mentions(text, f"the model has {tagged} stages (parts tagged PP) and {count} are placed")
+        mentions(
+            text, f"the model has {tagged} stages (PP=0, 1", f"and {count} are placed (PP=0, 1"
+        )
         mentions(text, "change ranks= or stages= of piper.strategies.pipeline")
         assert "add piper.Place" not in text
     orders = piper.schedules.gpipe({0: [0], 1: [1]}, 4)

@@ -1,6 +1,7 @@
 """Calls again and again: memory stays flat, a new shape is planned once, on all ranks alike."""
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -27,21 +28,10 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "budget"),
-    [
-        (NormNet, 0.0),
-        *(
-            pytest.param(model, budget, marks=pytest.mark.slow)
-            for model, budget in [
-                (Dropped, None),
-                (Stack4, None),
-                (Stack4, 0.0),
-                (Dropped, 0.0),
-                (NormNet, None),
-            ]
-        ),
-    ],
+    list(itertools.product([Stack4, Dropped, NormNet], [None, 0.0])),
 )
 def test_memory_is_flat_from_the_second_step_on(model: Any, budget: float | None) -> None:
     wanted = jobs.strategy(ONE, 2)

@@ -155,14 +155,31 @@ def test_import_rule(module: str, other: str, allowed: bool):
     assert may_import(module, other) is allowed
 
 
-def test_the_command_line_starts_without_torch():
-    """So do its version, its help and completions: importing torch takes seconds."""
+@pytest.mark.parametrize(
+    ("words", "completed", "shown"),
+    [
+        (["--version"], "", "0."),
+        (["train", "--help"], "", "--schedule"),
+        (["bench", "--help"], "", "SUITES"),
+        ([], "piper --vers", "--version"),
+    ],
+)
+def test_the_command_line_starts_without_torch(words: list[str], completed: str, shown: str):
+    """Importing torch takes seconds."""
     code = (
-        "import sys; from piper_dynamo.cli import main; main(['train', '--help'], "
-        "standalone_mode=False); assert 'torch' not in sys.modules"
+        "import sys, atexit; from piper_dynamo.cli import main\n"
+        "def check():\n    print('torch' in sys.modules)\n"
+        f"atexit.register(check); main({words!r}, prog_name='piper')"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--schedule" in found.stdout
+    environment = dict(os.environ)
+    if completed:
+        environment |= {"_PIPER_COMPLETE": "bash_complete", "COMP_WORDS": completed}
+        environment["COMP_CWORD"] = str(len(completed.split()) - 1)
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert shown in found.stdout
+    assert found.stdout.splitlines()[-1] == "False"
 
 
 def test_public_names_are_no_files():

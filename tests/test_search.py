@@ -326,7 +326,7 @@ def test_experts_are_shared_among_replicas() -> None:
     ("options", "text"),
     [
         ({"top": 0}, "top is 0"),
-        ({"schedules": ("zb",)}, "no schedule 'zb'"),
+        ({"schedules": ("zb",)}, "schedule='zb': did you mean 'zbv'"),
         ({"pp": (0,)}, "pp has 0"),
         ({"pp": (3,)}, "nothing to choose from"),
         ({"zero": (4,)}, "zero has 4"),

@@ -502,6 +502,11 @@ def run(
     )
 
 
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """What a run wrote of its steps and evaluations."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def of_ranks(count: int) -> set[str]:
     """The files of a run folder that ranks have."""
     return {name for r in range(count) for name in (f"program_rank{r}.py", f"rank-{r}.log")}
@@ -526,7 +531,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["options"]["dim"] == 16
     assert config["data"]["train_bytes"] > 1e6
-    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     steps = [one for one in lines if "loss" in one]
     assert [one["step"] for one in steps] == [1, 2, 3, 4, 5]
     assert [one["step"] for one in lines if "validation_loss" in one] == [2, 4, 5]
@@ -549,11 +554,12 @@ def test_experts_on_two_ranks(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["max_rel_diff"] < 1e-6
     assert "2 share the experts" in done.stderr
-    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     assert all(1 <= one["busiest_expert"] <= 4 for one in lines if "loss" in one)
     assert "exchange" in (tmp_path / "program_rank0.py").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.dist(2)
 @pytest.mark.timeout(200)
 def test_training_in_bfloat16(tmp_path: Path):
@@ -561,8 +567,7 @@ def test_training_in_bfloat16(tmp_path: Path):
     more = "--heads 2 --steps 3 --batch 4 --microbatches 2 --seq 32 --eval-every 0 --out"
     done = run(*asked.split(), *more.split(), str(tmp_path), timeout_s=180)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < one["loss"] < 6 for one in lines)
+    assert all(0 < one["loss"] < 6 for one in metrics(tmp_path))
     assert "bfloat16" in done.stderr  # what gathers carry
 
 
@@ -573,7 +578,7 @@ def test_experts_with_a_capacity_say_what_they_drop(tmp_path: Path):
     asked = "--model moe --experts 4 --pp 1 --ep 2 --steps 2 --eval-every 0 --capacity 0.5 --out"
     done = run(*asked.split(), str(tmp_path), timeout_s=180)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     # Half of the rows find room where experts are used evenly, and fewer where they are not.
     assert all(0.5 <= one["dropped"] < 1 for one in lines)
     assert "% dropped" in done.stderr
@@ -591,7 +596,7 @@ def test_sharded_replicas_of_two_stages(tmp_path: Path):
     assert result["max_rel_diff"] < 1e-6
     assert "2 replicas, ZeRO-3" in done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {*report.FILES, *of_ranks(4)}
-    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     seconds = [4 * 16 / one["tokens_per_s"] for one in lines if "loss" in one][1:]
     assert result["tokens_per_s"] == pytest.approx(4 * 16 * len(seconds) / sum(seconds))
     plan = (tmp_path / "plan.txt").read_text()

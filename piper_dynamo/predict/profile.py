@@ -154,8 +154,10 @@ class Profile:
             return cls.from_json(read_text(Path(path)))
         except (OSError, UnicodeDecodeError) as error:
             raise PiperError(
-                f"no profile can be read: {error}\n  hint  piper profile, or piper.profile, "
-                "measures a machine and writes one"
+                format_error(
+                    f"no profile can be read: {error}",
+                    hint="piper profile, or piper.profile, measures a machine and writes one",
+                )
             ) from error
 
     def __str__(self) -> str:

@@ -33,10 +33,11 @@ from piper_dynamo.predict.found import Dropped, Found, Search
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.space import Choice, Regions, Space
 from piper_dynamo.predict.stages import operators_of, regions_of
-from piper_dynamo.schedules import SCHEDULES, Schedule, Shape
+from piper_dynamo.schedules import SCHEDULES, Schedule, Shape, name_of
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy
 from piper_dynamo.tagging import tag_by_path
+from piper_dynamo.values import Faults, user_line
 
 SMALL = 48  # so many choices are all planned
 SHOW_AFTER_S = 2.0
@@ -100,12 +101,14 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
     if top < 1:
         raise PiperStrategyError(f"search: top is {top!r}; give a number of at least 1")
     job = _Job(model, inputs, costs, optimizer=optimizer, loss=loss, compile=compile)
-    names: dict[Any, str] = {build: name for name, (build, _) in SCHEDULES.items()}
+    faults = Faults("piper.search", user_line())
+    names = tuple(name_of(schedule, faults) for schedule in schedules)
+    faults.check()
     space = Space(
         devices=devices,
         rows=job.rows,
         has_experts=job.has_experts,
-        schedules=tuple(names.get(one) or str(one) for one in schedules),
+        schedules=names,
         pp=None if pp is None else tuple(pp),
         microbatches=None if microbatches is None else tuple(microbatches),
         zero=tuple(zero),

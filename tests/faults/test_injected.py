@@ -103,7 +103,7 @@ def test_a_rank_of_another_start_may_be_gone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(faults.VARIABLE, "raise:rank=3,step=1;raise:rank=1,step=1,attempt=1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert [fault.rank for fault in faults.faults_of(1, 2)] == [1]
-    faults.check_asked((4, 2))
+    faults.check_variable((4, 2))
 
 
 def test_a_kill_that_was_asked_for_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,13 @@ def test_both_uses_on_one_rank_are_one_copy() -> None:
     assert all(spec is not None and spec.shape != (11, 4) for spec in sent)
 
 
-@pytest.mark.parametrize(("lost", "norm"), [(1, F2.ONLY_LOOKUP), (0, F2.ONLY_HEAD)])
+@pytest.mark.parametrize(
+    ("lost", "norm"),
+    [
+        pytest.param(1, F2.ONLY_LOOKUP, marks=pytest.mark.slow),
+        (0, F2.ONLY_HEAD),
+    ],
+)
 def test_control_a_part_of_a_tied_gradient_that_is_lost(
     lost: int, norm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
