@@ -10,7 +10,7 @@ from tests import capacity, experts, jobs, replicas
 from tests.jobs import STEPS, Placement, Trace
 from tests.pool import Pool
 from tests.replicas import CASES, LINE
-from tests.test_sent import check_steps
+from tests.sending import check_steps
 
 pytestmark = pytest.mark.dist(4)
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import sent
 from benchmarks.counts import PAIR, plan_of
 from benchmarks.sent import JOBS, ROWS, bound, planned
 from tests.pool import Pool
+from tests.sending import check_steps
 
 QUICK = ("one_f_one_b", "2 replicas, zero 3")
 
@@ -37,20 +37,6 @@ def test_a_stage_that_is_one_bucket_gathers_its_embedding_for_the_backward_too()
     embedding = 256 * config.dim * 4
     assert plan.pop("gathers") - least.pop("gathers") == config.microbatches * embedding
     assert plan == least
-
-
-def on_one_rank(job: str) -> tuple[int, int]:
-    return sent.measured(JOBS[job])
-
-
-def check_steps(pool: Pool, job: str) -> None:
-    """What is handed to torch.distributed is the least; sockets carry it, and gloo's headers."""
-    outcomes = pool.run(on_one_rank, job)
-    assert not any(one.error for one in outcomes), outcomes
-    handed, sockets = (sum(column) for column in zip(*(one.value for one in outcomes), strict=True))
-    least = sum(bound(JOBS[job]).values())
-    assert handed == least
-    assert least <= sockets < 1.5 * least
 
 
 @pytest.mark.slow  # one of them is among the quick tests: tests/test_gloo_replicas.py
