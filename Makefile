@@ -39,7 +39,7 @@ help:
 	@echo "make fuzz-train   random trainings beside one process (ARGS='--trainings 1000 --seed 7')"
 	@echo "make soak    a training that fails in every way, again and again (ARGS='--tries 2'; root for links and disks)"
 	@echo "make bench   everything below beside its peers, in hours: tables, files, pictures (ARGS='plan --pairs 5')"
-	@echo "make bench-counts   what steps do, counted, beside the committed counts (ARGS=--write commits them)"
+	@echo "make bench-counts   what steps do, counted, beside the committed counts (ARGS=--write writes these)"
 	@echo "make bench-pipeline   time, memory and counts beside torch's pipelining (ARGS='--only counts,host')"
 	@echo "make bench-zero   time, memory and counts of ZeRO beside torch's FSDP2 and DDP (root for all of it)"
 	@echo "make bench-experts   exchanges hidden, time and memory of experts over slow links (needs root)"

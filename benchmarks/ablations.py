@@ -21,6 +21,7 @@ from benchmarks.links import Links
 from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row
 from benchmarks.sides import LossStep, PiperStep, batch_of
+from benchmarks.zero_counts import collectives
 from benchmarks.zero_hidden import MBIT, PASS_S
 from benchmarks.zero_sides import Job
 from piper_dynamo.train.config import Config
@@ -83,19 +84,23 @@ def split_backward(pairs: int) -> Iterator[Row]:
     yield _row("split-backward", "zb_h1 beside 1F1B, 4 emulated ranks", found)
 
 
-def _linked(zero_level: int, options: Mapping[str, Any], bucket_mb: float) -> Step:
-    """Two replicas on emulated devices, over links."""
-    config = replace(zero.JOB.config, dim=256, heads=4, kv_heads=2, pp=1)
-    job = Job(config=config, bucket_mb=bucket_mb)
-    costs = piper.Costs(F=PASS_S, BI=PASS_S, BW=PASS_S, bandwidth=MBIT * 1e6 / 8)
-    batch = job.batch(piper.rank())
-    strategy = job.strategy(zero_level, **options)
-    step = piper.compile(build(config), strategy, batch, compile="emulate", costs=costs)
-    return _backward(step, batch)
-
-
 BUCKET_MB = 4.0
-WHOLE_MB = 1e6  # one bucket
+LINKED = Job(
+    config=replace(zero.JOB.config, dim=256, heads=4, kv_heads=2, pp=1), bucket_mb=BUCKET_MB
+)
+
+
+# All of a backward counts as weight gradients: the first region has no others, and a stage has more
+# regions that have them the more it is cut.
+PASSES = piper.Costs(F=PASS_S, BI=0.0, BW=2 * PASS_S)
+
+
+def _linked(strategy: piper.Strategy) -> Step:
+    """Two replicas on emulated devices, over links."""
+    costs = replace(PASSES, bandwidth=MBIT * 1e6 / 8)
+    batch = LINKED.batch(piper.rank())
+    step = piper.compile(build(LINKED.config), strategy, batch, compile="emulate", costs=costs)
+    return _backward(step, batch)
 
 
 def _over_links(first: Make, second: Make, pairs: int) -> Comparison:
@@ -107,16 +112,41 @@ def _over_links(first: Make, second: Make, pairs: int) -> Comparison:
 def prefetch(pairs: int) -> Iterator[Row]:
     """ZeRO-3 that gathers one use ahead, and at the use."""
     first, second = (
-        functools.partial(_linked, 3, {"prefetch": ahead}, BUCKET_MB) for ahead in (1, 0)
+        functools.partial(_linked, LINKED.strategy(3, prefetch=ahead)) for ahead in (1, 0)
     )
     what = f"ZeRO-3, prefetch 1 beside 0, DP 2, {MBIT:.0f} Mbit/s"
     yield _row("prefetch", what, _over_links(first, second, pairs))
 
 
+def in_buckets(bucket_mb: float | None) -> piper.Strategy:
+    """Replicas of a stage that is one region, since no bucket spans regions; None: one bucket."""
+    return piper.strategies.pipeline(
+        LINKED.config.schedule,
+        ranks=1,
+        replicas=LINKED.replicas,
+        num_microbatches=LINKED.config.microbatches,
+        bucket_mb=bucket_mb,
+    )
+
+
+def outline(strategy: piper.Strategy) -> tuple[int, float]:
+    """How many sums of gradients a step of a rank has, and its seconds with free transfers."""
+    plan = piper.plan(build(LINKED.config), strategy, LINKED.batch(0), LINKED.ranks)
+    return collectives(plan).reductions // LINKED.ranks, plan.simulate(PASSES).makespan
+
+
 def buckets(pairs: int) -> Iterator[Row]:
-    """Gradients reduced by bucket as soon as they are there, and all at once."""
-    first, second = (functools.partial(_linked, 0, {}, size) for size in (BUCKET_MB, WHOLE_MB))
-    what = f"ZeRO-0, buckets of {BUCKET_MB:g} MiB beside one, DP 2, {MBIT:.0f} Mbit/s"
+    """Gradients reduced by bucket as soon as they are there, and all at once.
+
+    Raises:
+        AssertionError: The plans do not differ in how often they reduce, and in that alone.
+    """
+    sides = [in_buckets(BUCKET_MB), in_buckets(None)]
+    (many, cut_s), (one, whole_s) = map(outline, sides)
+    if not many > one or abs(cut_s - whole_s) > 1e-6:
+        raise AssertionError(f"{many} and {one} reductions in steps of {cut_s} s and {whole_s} s")
+    first, second = (functools.partial(_linked, side) for side in sides)
+    what = f"ZeRO-0, {many} buckets of {BUCKET_MB:g} MiB beside {one}, DP 2, {MBIT:.0f} Mbit/s"
     yield _row("buckets", what, _over_links(first, second, pairs))
 
 

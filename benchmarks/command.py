@@ -65,25 +65,37 @@ def of_sections(sections: Mapping[str, Callable[[], Iterator[Row]]]) -> click.Co
 
 def measure(
     sections: Mapping[str, Callable[[], Iterator[Row]]], num_pairs: int, path: str | None
-) -> tuple[str, list[Row]]:
-    """Run the sections, and print one table with verdicts; every row also when it is there.
-
-    Returns:
-        What it was measured on, and the rows.
-    """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
-    on = machine()
-    click.echo(on)
+) -> None:
+    """Run the sections, and print one table with verdicts; every row also when it is there."""
+    on = begin()
     rows: list[Row] = []
     for name, section in sections.items():
-        click.echo(f"{name} ...")
-        for row in section():
-            click.echo("  " + "  ".join(cell for cell in row.cells[1:] if cell))
+        for row in shown(name, section()):
             rows.append(row)
             if path is not None:
                 write(path, rows, on)
+    end(rows, num_pairs, on)
+
+
+def begin() -> str:
+    """Be as each rank is; what is measured on."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
+    on = machine()
+    click.echo(on)
+    return on
+
+
+def shown(name: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows of a section, each printed when it is there."""
+    click.echo(f"{name} ...")
+    for row in rows:
+        click.echo("  " + "  ".join(cell for cell in row.cells[1:] if cell))
+        yield row
+
+
+def end(rows: Sequence[Row], num_pairs: int, on: str) -> None:
+    """All rows as one table."""
     click.echo("\n" + table(rows))
     if num_pairs < PAIRS:
         click.echo(f"only {num_pairs} pairs: the verdicts on times decide nothing")
     click.echo(on)
-    return on, rows

@@ -7,17 +7,20 @@ Each measurement has a process and an inductor cache of its own. Before the cloc
 function is compiled: what inductor does once per cache (its header, its workers) is not the model.
 """
 
+import functools
 import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
 
 import piper_dynamo as piper
+from benchmarks.paired import Comparison, compare
 from benchmarks.report import Row
 from benchmarks.sides import batch_of
 from piper_dynamo.lowering.chunks import compile_chunks
@@ -28,6 +31,7 @@ FEW, MANY = 4, 16
 BAR = 1.3
 SHALLOW, DEEP = 12, 48
 DEPTH_BAR = 1.5
+PAIRS = 3
 
 
 def compile_seconds(layers: int, *, by_layer: bool) -> tuple[float, float, int]:
@@ -53,53 +57,84 @@ def compile_seconds(layers: int, *, by_layer: bool) -> tuple[float, float, int]:
     return planned - start, ended - planned, len({plan.chunks[name].key for name in wanted})
 
 
-def _cold(layers: int, *, by_layer: bool) -> tuple[float, float, int]:
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="piper-cold-") as folder:
-        own = {"TORCHINDUCTOR_CACHE_DIR": folder, "PIPER_CACHE_DIR": folder}
-        with mock.patch.dict(os.environ, own), ProcessPoolExecutor(1, context) as pool:
-            return pool.submit(compile_seconds, layers, by_layer=by_layer).result()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cold:
+    """Fresh processes with empty caches.
+
+    Attributes:
+        chunks: How many were compiled.
+        plan_s: Seconds to capture and plan, of each process.
+        compile_s: Seconds to compile.
+    """
+
+    chunks: list[int] = field(default_factory=list)
+    plan_s: list[float] = field(default_factory=list)
+    compile_s: list[float] = field(default_factory=list)
+
+    def measure(self, layers: int, *, by_layer: bool) -> float:
+        """One more; the seconds to compile."""
+        context = multiprocessing.get_context("spawn")
+        with tempfile.TemporaryDirectory(prefix="piper-cold-") as folder:
+            own = {"TORCHINDUCTOR_CACHE_DIR": folder, "PIPER_CACHE_DIR": folder}
+            with mock.patch.dict(os.environ, own), ProcessPoolExecutor(1, context) as pool:
+                one = pool.submit(compile_seconds, layers, by_layer=by_layer).result()
+        plan_s, compile_s, chunks = one
+        self.plan_s.append(plan_s)
+        self.compile_s.append(compile_s)
+        self.chunks.append(chunks)
+        return compile_s
+
+    @property
+    def whole_s(self) -> list[float]:
+        """Seconds of both."""
+        return [plan + compiled for plan, compiled in zip(self.plan_s, self.compile_s, strict=True)]
 
 
-def depth() -> Iterator[Row]:
-    """The same at the depths of real models: what is compiled, then what comes before it, too."""
-    shallow_plan, shallow_compile, _ = _cold(SHALLOW, by_layer=True)
-    deep_plan, deep_compile, chunks = _cold(DEEP, by_layer=True)
-    for what, deep, shallow in (
-        (f"compiled, {chunks} chunks", deep_compile, shallow_compile),
-        ("captured and planned", deep_plan, shallow_plan),
-        ("all of it", deep_plan + deep_compile, shallow_plan + shallow_compile),
-    ):
-        is_judged = what != "captured and planned"
-        yield Row(
-            section="depth",
-            what=f"{DEEP} layers against {SHALLOW}, {what}",
-            figures=f"{deep:.1f} s against {shallow:.1f} s: ratio {deep / shallow:.2f}",
-            bar=f"<= {DEPTH_BAR} x" if is_judged else "",
-            held=deep <= DEPTH_BAR * shallow if is_judged else None,
-            data={"ours": deep, "theirs": shallow, "unit": "s"}
-            | ({"limit": DEPTH_BAR} if is_judged else {}),
-        )
+def _deep_beside_shallow(
+    deep: int, shallow: int, *, by_layer: bool, pairs: int
+) -> tuple[Cold, Cold]:
+    """Both depths, in turn."""
+    sides = Cold(), Cold()
+    compare(
+        functools.partial(sides[0].measure, deep, by_layer=by_layer),
+        functools.partial(sides[1].measure, shallow, by_layer=by_layer),
+        pairs=min(pairs, PAIRS),
+        show=f"{deep} layers beside {shallow}",
+    )
+    return sides
 
 
-def run() -> Iterator[Row]:
+def _row(
+    section: str, what: str, seconds: tuple[list[float], list[float]], bar: float | None
+) -> Row:
+    found = Comparison(first=tuple(seconds[0]), second=tuple(seconds[1]))
+    return Row(
+        section=section,
+        what=what,
+        figures=found.text(1.0, "s"),
+        bar="" if bar is None else f"<= {bar} x",
+        held=None if bar is None else found.holds(bar),
+        data=found.figures(limit=bar) | {"needed": PAIRS},
+    )
+
+
+def depth(pairs: int) -> Iterator[Row]:
+    """At the depths of real models: what is compiled, then what comes before it, too."""
+    deep, shallow = _deep_beside_shallow(DEEP, SHALLOW, by_layer=True, pairs=pairs)
+    what = f"{DEEP} layers against {SHALLOW}"
+    compiled = f"{what}, compiled, {deep.chunks[0]} chunks"
+    yield _row("depth", compiled, (deep.compile_s, shallow.compile_s), DEPTH_BAR)
+    yield _row("depth", f"{what}, captured and planned", (deep.plan_s, shallow.plan_s), None)
+    yield _row("depth", f"{what}, all of it", (deep.whole_s, shallow.whole_s), DEPTH_BAR)
+
+
+def run(pairs: int) -> Iterator[Row]:
     """Few and many layers, each layer a region; then each stage one region."""
     for by_layer in (True, False):
-        few_plan, few_compile, few_chunks = _cold(FEW, by_layer=by_layer)
-        many_plan, many_compile, many_chunks = _cold(MANY, by_layer=by_layer)
-        ratio = many_compile / few_compile
-        whole = (many_plan + many_compile) / (few_plan + few_compile)
-        yield Row(
-            section="inductor",
-            what=f"{MANY} layers against {FEW}, {'tagged' if by_layer else 'not tagged'} by layer",
-            figures=f"{many_compile:.1f} s ({many_chunks} chunks) against {few_compile:.1f} s "
-            f"({few_chunks}): ratio {ratio:.2f} (and to capture and plan {many_plan:.1f} s against "
-            f"{few_plan:.1f} s: {whole:.2f} together)",
-            bar=f"<= {BAR} x",
-            held=ratio <= BAR,
-            data={
-                **{"ours": many_compile, "theirs": few_compile, "unit": "s", "limit": BAR},
-                "few": {"plan_s": few_plan, "compile_s": few_compile, "chunks": few_chunks},
-                "many": {"plan_s": many_plan, "compile_s": many_compile, "chunks": many_chunks},
-            },
+        many, few = _deep_beside_shallow(MANY, FEW, by_layer=by_layer, pairs=pairs)
+        what = f"{MANY} layers against {FEW}, {'tagged' if by_layer else 'not tagged'} by layer"
+        compiled = f"{what}, {many.chunks[0]} chunks against {few.chunks[0]}"
+        yield _row("inductor", compiled, (many.compile_s, few.compile_s), BAR)
+        yield _row(
+            "inductor", f"{what}, with capturing and planning", (many.whole_s, few.whole_s), None
         )

@@ -26,7 +26,7 @@ from benchmarks import command
 from benchmarks.experts_sides import EXPERT_RANKS, Job, Mixture, PiperMixture, TorchMixture
 from benchmarks.links import Links
 from benchmarks.paired import Comparison, compare, seconds
-from benchmarks.report import Row
+from benchmarks.report import Row, gain_row
 from piper_dynamo.pictures import plot_timeline
 from piper_dynamo.timeline import Timeline
 
@@ -101,17 +101,6 @@ def _beside_torch(job: Job, other: str, pairs: int) -> Comparison:
     return _paired(PiperMixture(job, "dualpipev"), TorchMixture(job, other), pairs)
 
 
-def _gain_row(what: str, found: Comparison, gain: float, of: str, note: str = "") -> Row:
-    return Row(
-        section="time",
-        what=what,
-        figures=f"{found.text()}   {1 / found.ratio:.2f} x as fast{note}",
-        bar=f">= {gain:.2f} x {of}",
-        held=found.holds(1 / gain),
-        data=found.figures(limit=1 / gain),
-    )
-
-
 def bubble_gain(job: Job, other: str) -> float:
     """What the order alone gives: simulated steps with free communication."""
     makespans = []
@@ -133,11 +122,11 @@ def times(name: str, pairs: int) -> Iterator[Row]:
             found, share = links.run(functools.partial(_beside, job, other, pairs))[0]
         alone = bubble_gain(job, other)
         note = f"; exchanges {share:.0%} of its step; the bubble alone gives {alone:.2f} x"
-        yield _gain_row(f"DualPipeV, {name}", found, gain, other, note)
+        yield gain_row("time", f"DualPipeV, {name}", found, gain, other, note)
     for other in ("dualpipev", "zbv") if job.unit_s is not None else ():
         with Links(job.world, job.mbit) as links:
             found = links.run(functools.partial(_beside_torch, job, other, pairs))[0]
-        yield _gain_row(f"DualPipeV, {name}", found, TORCH_GAIN, f"torch's {other}")
+        yield gain_row("time", f"DualPipeV, {name}", found, TORCH_GAIN, f"torch's {other}")
 
 
 def _held_bytes(job: Job) -> tuple[int, int]:
@@ -158,7 +147,8 @@ def memory() -> Iterator[Row]:
         figures=f"{held * 2**-20:.1f} MiB of {whole * 2**-20:.1f} MiB",
         bar=f"= 1/{EXPERT_RANKS}",
         held=held * EXPERT_RANKS == whole,
-        data={"ours": held, "theirs": whole, "unit": "bytes", "limit": 1 / EXPERT_RANKS},
+        data={"ours": held, "theirs": whole, "unit": "bytes", "limit": 1 / EXPERT_RANKS}
+        | {"measured": "counted"},
     )
 
 

@@ -170,5 +170,6 @@ def rows(layout: str, config: Config, name: str, measure: Measure) -> Iterator[R
             figures=f"planned {planned * MIB:.1f} MiB, measured {found * MIB:.1f} MiB ({off:+.1%})",
             bar=f"within {WITHIN:.0%} of the plan",
             held=abs(off) <= WITHIN,
-            data={"ours": found, "theirs": planned, "unit": "bytes", "ranks": pairs},
+            data={"ours": found, "other": planned, "unit": "bytes", "ranks": pairs}
+            | {"measured": "1 step"},
         )

@@ -107,7 +107,7 @@ def run(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
             figures=found.text(2**-20, "MiB"),
             bar=f"<= {bar:.2f} x {kind} torch",
             held=found.holds(bar),
-            data=found.figures("bytes", bar),
+            data=found.figures("bytes", bar) | {"needed": PAIRS},
         )
         within = Comparison(first=tuple(ours), second=tuple(theirs))
         yield Row(

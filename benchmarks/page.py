@@ -16,18 +16,28 @@ dtype, optimizer, threads and accounting of memory, each peer set up as its own 
 recommends. Names choose suites, and `--only` sections of them: `piper bench pipeline --only real`.
 
 Machines drift by ten per cent and more, so times are never compared across runs. Both sides are
-measured in turn, A B B A A B B A, {pairs} pairs unless a suite says otherwise; each pair gives a
+measured in turn, A B B A A B B A, {pairs} pairs unless its row says otherwise; each pair gives a
 ratio, ours over theirs, whose median is shown with its bootstrap 95 % interval. Below 1 is faster,
-or smaller. A bar counts as held when the interval's far end is within 3 % of it. *Emulated* devices
-wait for modelled times and compute nothing; what they send is sent. *Predicted* is what the
-simulator says, and nothing ran.
+or smaller. The bar of a row in pairs counts as held when the interval's far end is within 3 % of
+it; with fewer pairs than that row takes, nothing is decided. Other rows say how often and how they
+were measured, and are held to their bar itself. *Emulated* devices wait for modelled times and
+compute nothing; what they send is sent. *Predicted* is what the simulator says, and nothing ran.
 
-What was tried to hold the bars, and why some are not held, is in `benchmarks/notes.md`. The counts
-of what steps do, which no noise changes, are compared by the tests: `make bench-counts`.
+Sections can be measured one by one: each suite's list says when, at which commit and on what each
+of its sections was. What was tried so far, and what it changed, is in `benchmarks/notes.md`. The
+counts of what steps do, which no noise changes, are compared by the tests: `make bench-counts`.
 
 {contents}
 """
 NOT_YET = "No results yet: `piper bench {name}` on an idle machine."
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A suite's results; None where there are none."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def text(folder: Path = RESULTS) -> str:
@@ -37,47 +47,49 @@ def text(folder: Path = RESULTS) -> str:
 
     parts = []
     for name, suite in SUITES.items():
-        path = folder / f"{name}.json"
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        body = NOT_YET.format(name=name) if found is None else section(found)
+        found = read(folder / f"{name}.json")
+        body = NOT_YET.format(name=name) if found is None else suite_text(found)
         parts.append(f"## {name}\n\n{suite.about}\n\n{body}\n")
     return PAGE.format(pairs=PAIRS, contents="\n".join(parts).rstrip())
 
 
-def section(results: Mapping[str, Any]) -> str:
-    """A suite's table, below where and how it was measured."""
-    rows = ["| | ours | theirs | ratio | bar | |", "| --- |" + " --- |" * 5]
-    for row in results["rows"]:
-        unit = row["unit"]
-        name = f"{row['section']}: {row['name']}"
-        if row["ours"] is None:
-            name = f"{name}: {row['figures']}"
-        cells = [name, _shown(row["ours"], unit), _shown(row["theirs"], unit), _ratio(row)]
-        verdict = {None: "", True: "held", False: "**not held**"}[row["held"]]
-        rows.append("| " + " | ".join([*cells, row["bar"], verdict]).replace("<", "&lt;") + " |")
-    told = f"`{results['command']}`, {results['date']}; {results['machine']}."
+def suite_text(results: Mapping[str, Any]) -> str:
+    """A suite's table, below when, where and how its sections were measured."""
+    told = [
+        f"- {name}: `{one['command']}`, {one['date']}, commit {one['commit']}; {one['machine']}"
+        for name, one in results["sections"].items()
+    ]
     picture = f"![{results['suite']}](../benchmarks/results/{results['suite']}.png)"
-    return "\n\n".join([told, picture, "\n".join(rows)])
+    rows = [row for one in results["sections"].values() for row in one["rows"]]
+    table = ["| | ours against theirs | bar | measured | |", "| --- |" + " --- |" * 4]
+    table += ["| " + " | ".join(_cells(row)).replace("<", "&lt;") + " |" for row in rows]
+    return "\n\n".join(["\n".join(told), picture, "\n".join(table)])
 
 
-def _ratio(row: Mapping[str, Any]) -> str:
-    if row["ratio"] is None:
-        return ""
-    within = "" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"
-    return f"{row['ratio']:.3f}{within}"
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    verdict = {None: "", True: "held", False: "**not held**"}[row["held"]]
+    if not row["decides"]:
+        verdict = f"({row['measured']}: decides nothing)"
+    return [
+        f"{row['section']}: {row['name']}",
+        row["figures"],
+        row["bar"],
+        row["measured"],
+        verdict,
+    ]
 
 
-def _shown(value: float | None, unit: str) -> str:
-    """A figure with a unit that reads well."""
-    if value is None:
-        return ""
-    if unit == "s":
-        for scale, name in ((1.0, "s"), (1e-3, "ms")):
-            if value >= scale:
-                return f"{value / scale:.4g} {name}"
-        return f"{value * 1e6:.3g} µs"
-    if unit == "bytes":
-        return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value:.0f} bytes"
-    if unit == "hidden":
-        return f"{value:.0%} hidden"
-    return f"{value:.4g} {unit}"
+def strays(folder: Path = RESULTS) -> list[str]:
+    """Files of results without a suite or picture, pictures without results, unknown sections."""
+    from benchmarks.suites import SUITES
+
+    numbers = {path.stem for path in folder.glob("*.json")}
+    pictures = {path.stem for path in folder.glob("*.png")}
+    found = [f"{name}.json is of no suite" for name in sorted(numbers - SUITES.keys())]
+    found += [f"{name}.json has no picture" for name in sorted(numbers - pictures)]
+    found += [f"{name}.png has no results" for name in sorted(pictures - numbers)]
+    for name in sorted(numbers & SUITES.keys()):
+        results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        unknown = results["sections"].keys() - SUITES[name].sections.keys()
+        found += [f"{name}.json: no section {section}" for section in sorted(unknown)]
+    return found

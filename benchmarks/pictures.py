@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLOURS = {True: "#2f7d4f", False: "#b3402e", None: "#5a6672"}
-NAMES = {True: "bar held", False: "bar not held", None: "no bar"}
+NAMES = {True: "bar held", False: "bar not held", None: "no bar, or too few pairs"}
 ROW_IN, WIDTH_IN = 0.26, 9.0
 
 
@@ -28,10 +28,12 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw a suite's results; one without any number gets a picture that says so."""
-    found = panels(results["rows"])
+    found = panels([row for one in results["sections"].values() for row in one["rows"]])
     heights = [len(rows) + 1.6 for rows in found.values()] or [2.0]
     figure = Figure(figsize=(WIDTH_IN, ROW_IN * sum(heights) + 0.9), layout="constrained")
-    figure.suptitle(f"{results['suite']}, {results['date']}", fontsize=11)
+    dates = sorted({one["date"] for one in results["sections"].values()})
+    when = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    figure.suptitle(f"{results['suite']}, {when}" if when else results["suite"], fontsize=11)
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (label, rows) in zip(axes, found.items(), strict=False):
         _panel(axis, label, rows)

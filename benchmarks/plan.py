@@ -20,6 +20,7 @@ MICROBATCHES = (16, 32, 64, 128, 256)  # x 8 stages x 4 replicas, ZeRO 3
 BAR_INSTRUCTIONS, BAR_S = 100_000, 10.0
 BAR_EXPONENT = 1.2
 REPEATS = 3
+MEASURED = f"best of {REPEATS}"
 
 
 def plan_of(microbatches: int) -> piper.Plan:
@@ -65,14 +66,14 @@ def proof() -> Iterator[Row]:
             bar=f"< {BAR_S:.0f} s" if judged else "",
             held=took < BAR_S if judged else None,
             data={
-                **{"ours": took, "unit": "s"},
+                **{"ours": took, "unit": "s", "measured": MEASURED},
                 "instructions": count,
                 "proved_s": proved,
                 "simulated_s": simulated,
                 "processor_s": proved_cpu + simulated_cpu,
             },
         )
-    yield growth_row("proof", "instructions", found, BAR_EXPONENT)
+    yield growth_row("proof", "instructions", found, BAR_EXPONENT, MEASURED)
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {

@@ -21,6 +21,7 @@ MICROBATCHES = (64, 128, 256, 512, 1024)  # x 8 stages x F, B
 BAR_TASKS, BAR_S = 4000, 3.0
 BAR_EXPONENT = 1.2
 REPEATS = 3
+MEASURED = f"best of {REPEATS}"
 
 
 def plan_seconds(microbatches: int) -> tuple[int, float, float]:
@@ -77,7 +78,7 @@ def weight() -> Iterator[Row]:
             section="weight",
             what=f"{instructions} instructions",
             figures=f"{kept / 2**20:.1f} MiB, {kept / instructions:.0f} bytes each",
-            data={"ours": kept, "unit": "bytes", "instructions": instructions},
+            data={"ours": kept, "unit": "bytes", "instructions": instructions, "measured": "once"},
         )
 
 
@@ -94,6 +95,7 @@ def run() -> Iterator[Row]:
             figures=f"{took:.2f} s (processor {took_cpu:.2f} s)",
             bar=f"< {BAR_S:.0f} s" if judged else "",
             held=took < BAR_S if judged else None,
-            data={"ours": took, "unit": "s", "tasks": tasks, "processor_s": took_cpu},
+            data={"ours": took, "unit": "s", "tasks": tasks, "processor_s": took_cpu}
+            | {"measured": MEASURED},
         )
-    yield growth_row("planning", "tasks", found, BAR_EXPONENT)
+    yield growth_row("planning", "tasks", found, BAR_EXPONENT, MEASURED)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 import piper_dynamo as piper
-from benchmarks.paired import Comparison
+from benchmarks.paired import PAIRS, Comparison
 
+NOT_RUN = "not run"  # what a row is of that says why a section could not be
 HEAD = ("section", "what", "figures", "bar", "verdict")
 
 
@@ -28,8 +29,10 @@ class Row:
         bar: What is to be held; empty where a row only informs.
         held: Whether it is; None where there is no bar.
         data: The measurements, for a file of results. What they come to has these names: "ours";
-            where it is compared, "theirs"; "unit" of both; "ratio" with its "interval", where pairs
-            were measured; "limit", the most that ours may be of theirs.
+            "theirs", where it is compared and less is better, or "other", what stands beside it;
+            "unit" of all; "ratio" with its "interval", where pairs were measured; "limit", the most
+            that ours may be of theirs; "measured", how often and how, where it was not in pairs;
+            "runs" and "needed", how many were measured, and with how many fewer nothing is decided.
     """
 
     section: str
@@ -40,50 +43,87 @@ class Row:
     data: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def measured(self) -> str:
+        """How often, and how."""
+        pairs = len(self.data.get("first", ()))
+        told: str = self.data.get("measured", f"{pairs} pairs" if pairs else "")
+        return told
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether the bar is held; None also where too little was measured to say so."""
+        runs = self.data.get("runs", len(self.data.get("first", ())))
+        needed = self.data.get("needed", PAIRS if "first" in self.data else 0)
+        return self.held if runs >= needed else None
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """The row as texts."""
-        verdict = {None: "", True: "held", False: "NOT HELD"}[self.held]
-        return (self.section, self.what, self.figures, self.bar, verdict)
+        told = {None: "", True: "held", False: "NOT HELD"}[self.verdict]
+        if self.held is not None and self.verdict is None:
+            told = f"({self.measured}: decides nothing)"
+        return (self.section, self.what, self.figures, self.bar, told)
 
-    def record(self, suite: str) -> dict[str, Any]:
+    def record(self, suite: str, section: str) -> dict[str, Any]:
         """What the row comes to, as numbers; None where there is none.
 
         Args:
             suite: What it is a part of.
+            section: What of the suite.
         """
         ours, theirs = self.data.get("ours"), self.data.get("theirs")
         ratio = ours / theirs if ours is not None and theirs else None
         low, high = self.data.get("interval", (None, None))
         return {
             "suite": suite,
-            "section": self.section,
+            "section": section,
             "name": self.what,
             "ours": ours,
-            "theirs": theirs,
+            "theirs": self.data.get("other", theirs),
             "unit": self.data.get("unit", ""),
             "ratio": self.data.get("ratio", ratio),
             "low": low,
             "high": high,
             "limit": self.data.get("limit"),
             "bar": self.bar,
-            "held": self.held,
-            "figures": self.figures,
+            "held": self.verdict,
+            "decides": self.held is None or self.verdict is not None,
+            "measured": self.measured,
+            "figures": " ".join(self.figures.split()),
         }
 
 
-def ratio_row(section: str, what: str, found: Comparison, bar: float, of: str) -> Row:
-    """A row of a paired comparison of times."""
+def ratio_row(
+    section: str, what: str, found: Comparison, bar: float, of: str, *, needed: int = PAIRS
+) -> Row:
+    """A row of a paired comparison of times; fewer pairs than needed decide nothing."""
     return Row(
         section=section,
         what=what,
         figures=found.text(),
         bar=f"<= {bar:.2f} x {of}",
         held=found.holds(bar),
-        data=found.figures(limit=bar),
+        data=found.figures(limit=bar) | {"needed": needed},
     )
 
 
-def growth_row(section: str, unit: str, found: Sequence[tuple[int, float]], bar: float) -> Row:
+def gain_row(
+    section: str, what: str, found: Comparison, gain: float, of: str, note: str = ""
+) -> Row:
+    """A row of a paired comparison of times whose bar is how many times as fast ours is."""
+    return Row(
+        section=section,
+        what=what,
+        figures=f"{found.text()}   {1 / found.ratio:.2f} x as fast{note}",
+        bar=f">= {gain:.2f} x {of}",
+        held=found.holds(1 / gain),
+        data=found.figures(limit=1 / gain),
+    )
+
+
+def growth_row(
+    section: str, unit: str, found: Sequence[tuple[int, float]], bar: float, measured: str
+) -> Row:
     """A row of the exponent by which time grows with size, between the first and the last.
 
     Args:
@@ -91,6 +131,7 @@ def growth_row(section: str, unit: str, found: Sequence[tuple[int, float]], bar:
         unit: What sizes count.
         found: (size, seconds), growing.
         bar: Above it the bar is not held.
+        measured: How the seconds were.
     """
     (few, first), (many, last) = found[0], found[-1]
     exponent = math.log(last / first) / math.log(many / few)
@@ -100,7 +141,7 @@ def growth_row(section: str, unit: str, found: Sequence[tuple[int, float]], bar:
         figures=f"{exponent:.2f}",
         bar=f"<= {bar}",
         held=exponent <= bar,
-        data={"ours": exponent, "unit": "exponent"},
+        data={"ours": exponent, "unit": "exponent", "measured": measured},
     )
 
 

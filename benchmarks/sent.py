@@ -249,5 +249,5 @@ def run() -> Iterator[Row]:
             bar="= 1 x the least, to the byte",
             held=handed == total and is_planned,
             data={"ours": handed, "theirs": total, "unit": "bytes", "limit": 1.0}
-            | {"sockets": sockets, "least": least, "plan": plan},
+            | {"sockets": sockets, "least": least, "plan": plan, "measured": "counted"},
         )

@@ -150,17 +150,17 @@ class LossStep:
 class TorchStep(ScheduleStep):
     """One optimizer step with torch's pipelining."""
 
-    def __init__(self, config: Config) -> None:
-        mine, stages = stages_of(config.schedule, config.pp, dist.get_rank())
+    def __init__(self, config: Config, schedule: str | None = None) -> None:
+        """`schedule`: by torch's name, where the config's is ours with as many stages."""
+        schedule = schedule or config.schedule
+        mine, stages = stages_of(schedule, config.pp, dist.get_rank())
         model = build(config)
         modules: dict[int, nn.Module] = {s: Stage(model, s, stages) for s in mine}
         parameters = [p for m in modules.values() for p in m.parameters()]
         if config.compile == "inductor":
             for module in modules.values():
                 module.compile()
-        self.schedule = torch_schedule(
-            config.schedule, modules, stages, config.microbatches, loss_fn
-        )
+        self.schedule = torch_schedule(schedule, modules, stages, config.microbatches, loss_fn)
         self.first, self.last = 0 in mine, stages - 1 in mine
         self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, foreach=True)
 
@@ -168,8 +168,13 @@ class TorchStep(ScheduleStep):
 class PiperStep(LossStep):
     """One optimizer step with Piper."""
 
-    def __init__(self, config: Config) -> None:
-        self.step = piper.compile(
-            build(config), config.strategy(), batch_of(config), compile=config.compile
-        )
+    def __init__(self, config: Config, schedule: str | None = None) -> None:
+        """`schedule`: by torch's name, where the config's is ours with as many stages."""
+        strategy = config.strategy()
+        if schedule is not None:
+            name, stages = ours_of(schedule, config.pp)
+            strategy = piper.strategies.pipeline(
+                name, ranks=config.pp, num_microbatches=config.microbatches, stages=stages
+            )
+        self.step = piper.compile(build(config), strategy, batch_of(config), compile=config.compile)
         self.optimizer = torch.optim.AdamW(piper.parameters(self.step), lr=config.lr, foreach=True)

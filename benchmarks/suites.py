@@ -4,13 +4,15 @@ make bench
 make bench ARGS="pipeline zero --pairs 5"
 piper bench plan --only proof
 
-Without names every suite is run, which takes hours on an idle machine. docs/benchmarks.md is made
-from the files: `make docs`.
+Without names every suite is run, which takes hours on an idle machine. A section that is run takes
+the place of the same section in the suite's file, and the others stay, so that they can be measured
+one by one. docs/benchmarks.md is made from the files: `make docs`.
 """
 
-import functools
 import json
 import logging
+import subprocess
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +34,7 @@ from benchmarks import (
     launch,
     many_ranks,
     memory,
+    page,
     pipeline,
     plan,
     planning,
@@ -51,10 +54,9 @@ from benchmarks import (
 )
 from benchmarks.paired import PAIRS
 from benchmarks.pictures import draw
-from benchmarks.report import Row
+from benchmarks.report import NOT_RUN, Row
 from benchmarks.sides import TORCH, built
 
-RESULTS = Path(__file__).parent / "results"
 Section = Callable[[int], Iterator[Row]]  # from a number of pairs
 
 
@@ -71,12 +73,12 @@ class Suite:
     sections: Mapping[str, Section]
 
 
-def _alone(section: Callable[[], Iterator[Row]]) -> Section:
-    """Of a section without pairs."""
+def _without_pairs(section: Callable[[], Iterator[Row]]) -> Section:
+    """A section that measures no pairs, or its own number of them."""
     return lambda pairs: section()
 
 
-def _experts(section: Callable[[str, int], Iterator[Row]]) -> Section:
+def _of_sets(section: Callable[[str, int], Iterator[Row]]) -> Section:
     """Of both set-ups of experts."""
     return lambda pairs: (row for name in experts.SETS for row in section(name, pairs))
 
@@ -89,17 +91,18 @@ SUITES: Mapping[str, Suite] = {
         "same times.",
         sections={
             "counts": lambda pairs: counts.run(pipeline.JOB, built(TORCH)),
-            "sent": _alone(sent.run),
-            "host": _alone(host.run),
-            "real": lambda pairs: real.eager(pipeline.JOB, pairs, built(TORCH)),
+            "sent": _without_pairs(sent.run),
+            "host": _without_pairs(host.run),
+            "real": lambda pairs: real.eager(pipeline.JOB, pairs, list(TORCH)),
             "compiled": lambda pairs: real.compiled(pipeline.JOB, pairs),
+            "bound": lambda pairs: real.bound(pipeline.JOB, pairs, built(TORCH)),
             "emulated": lambda pairs: emulated.run(pairs, list(TORCH)),
             "emulated-8": lambda pairs: emulated.run(pairs, list(TORCH), emulated.EIGHT),
         },
     ),
     "zero": Suite(
         about="Replicas beside torch's DDP and FSDP2, alone and with torch's pipelining; and "
-        "beside DeepSpeed where it is installed.",
+        "beside DeepSpeed, an optional peer: where it is not installed, its row says so.",
         sections={
             "counts": lambda pairs: zero_counts.run(zero.JOB, LEVELS),
             "ddp": lambda pairs: zero_real.ddp(zero.JOB, pairs),
@@ -114,26 +117,26 @@ SUITES: Mapping[str, Suite] = {
         about="Experts over ranks that slow links join: how much of the exchanges is hidden, and "
         "DualPipeV beside other schedules and torch's.",
         sections={
-            "memory": _alone(experts.memory),
+            "memory": _without_pairs(experts.memory),
             "overhead": experts.overhead,
-            "exposed": _experts(lambda name, pairs: experts.exposed(name, pairs, None)),
-            "time": _experts(experts.times),
+            "exposed": _of_sets(lambda name, pairs: experts.exposed(name, pairs, None)),
+            "time": _of_sets(experts.times),
         },
     ),
     "plan": Suite(
         about="How long planning, proving and simulating take, and what a plan weighs.",
         sections={
-            "proof": _alone(plan.proof),
-            "planning": _alone(planning.run),
-            "weight": _alone(planning.weight),
-            "ranks": _alone(many_ranks.run),
+            "proof": _without_pairs(plan.proof),
+            "planning": _without_pairs(planning.run),
+            "weight": _without_pairs(planning.weight),
+            "ranks": _without_pairs(many_ranks.run),
         },
     ),
     "compile": Suite(
         about="Compiling: equal layers are compiled once, so that time follows distinct layers.",
         sections={
-            "inductor": _alone(compiling.run),
-            "depth": _alone(compiling.depth),
+            "inductor": compiling.run,
+            "depth": compiling.depth,
         },
     ),
     "memory": Suite(
@@ -141,8 +144,8 @@ SUITES: Mapping[str, Suite] = {
         sections={
             "pipeline": lambda pairs: memory.run(pipeline.JOB, pairs, built(TORCH)),
             "zero": lambda pairs: zero_memory.levels(zero.JOB, pairs, LEVELS),
-            "activations": _alone(kept.activations),
-            "deferred": _alone(init.layouts),
+            "activations": _without_pairs(kept.activations),
+            "deferred": _without_pairs(init.layouts),
         },
     ),
     "single-device": Suite(
@@ -153,21 +156,21 @@ SUITES: Mapping[str, Suite] = {
     "launch": Suite(
         about="Starting ranks by each engine, steps under each, saving beside steps.",
         sections={
-            "start": _alone(launch.start),
-            "step": _alone(launch.step),
-            "flat": _alone(launch.flat),
-            "saving": _alone(saving.saving),
-            "beside": _alone(saving.beside),
+            "start": _without_pairs(launch.start),
+            "step": _without_pairs(launch.step),
+            "flat": _without_pairs(launch.flat),
+            "saving": _without_pairs(saving.saving),
+            "beside": _without_pairs(saving.beside),
         },
     ),
     "predict": Suite(
         about="Predicted step times beside measured ones, and the search's choice.",
-        sections={"steps": _alone(predict.steps), "winner": _alone(predict.winner)},
+        sections={"steps": _without_pairs(predict.steps), "winner": _without_pairs(predict.winner)},
     ),
     "scaling": Suite(
         about="More ranks: real processes on emulated devices beside torch's runtime, and beyond "
         "this machine what the simulator predicts at the published rates of GPUs.",
-        sections={"emulated": scaling.run, "predicted": _alone(predicted.run)},
+        sections={"emulated": scaling.run, "predicted": _without_pairs(predicted.run)},
     ),
     "ablations": Suite(
         about="What each part brings: the same job with it and without it.",
@@ -176,25 +179,67 @@ SUITES: Mapping[str, Suite] = {
 }
 
 
-def results_of(name: str, rows: Sequence[Row], *, on: str, how: str, pairs: int) -> dict[str, Any]:
-    """What is written about a run of a suite."""
+ROOT = Path(__file__).resolve().parents[1]
+FAILED = "failed"
+
+
+def commit() -> str:
+    """What is measured: the checkout's commit, and whether files but the results are others."""
+
+    def git(*words: str) -> str:
+        asked = ["git", *words]
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    but_results = (".", ":!benchmarks/results", ":!docs/benchmarks.md")
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *but_results)
+        return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # an unpacked archive
+        return "unknown"
+
+
+def section_results(
+    suite: str, section: str, rows: Sequence[Row], *, on: str, at: str, how: str, pairs: int
+) -> dict[str, Any]:
+    """What is written about a section that was run."""
     return {
-        "suite": name,
         "date": datetime.now(UTC).date().isoformat(),
         "command": how,
+        "commit": at,
         "machine": on,
         "pairs": pairs,
-        "rows": [row.record(name) for row in rows],
+        "rows": [row.record(suite, section) for row in rows],
         "data": [row.data for row in rows],
     }
 
 
-def _told(name: str, section: Section, pairs: int) -> Iterator[Row]:
-    """The rows of a section, or why this machine cannot run it."""
+def with_section(
+    results: Mapping[str, Any], section: str, found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A suite's results with those of a section that was run instead of what was there of it.
+
+    One that this machine cannot run leaves what was measured; sections that the suite no longer has
+    are left out.
+    """
+    known: dict[str, Any] = dict(results["sections"])
+    has_run = any(row["name"] != NOT_RUN for row in found["rows"])
+    if has_run or section not in known:
+        known[section] = found
+    order = [name for name in SUITES[results["suite"]].sections if name in known]
+    return {"suite": results["suite"], "sections": {name: known[name] for name in order}}
+
+
+def attempted(name: str, section: Section, pairs: int) -> Iterator[Row]:
+    """The rows of a section; where it cannot be run here, or fails, a last one that says why."""
     try:
         yield from section(pairs)
     except click.ClickException as error:
-        yield Row(section=name, what="not run", figures=error.message)
+        yield Row(section=name, what=NOT_RUN, figures=error.message)
+    except Exception as error:
+        click.echo(traceback.format_exc(), err=True)
+        *_, last = "".join(traceback.format_exception_only(error)).strip().splitlines()
+        yield Row(section=name, what=FAILED, figures=last.strip(), held=False)
 
 
 def _names(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> list[str]:
@@ -231,29 +276,40 @@ def _sections(suites: Sequence[str], only: str | None) -> dict[str, dict[str, Se
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    default=RESULTS,
+    default=page.RESULTS,
     show_default="benchmarks/results",
     help="Where the files of results and the pictures go.",
 )
-def main(suites: list[str], only: str | None, pairs: int, out: Path) -> None:
+@click.pass_context
+def main(ctx: click.Context, suites: list[str], only: str | None, pairs: int, out: Path) -> None:
     """Measure suites beside their peers; of each a table, a file of results and a picture.
 
-    SUITES are names; without any, all are run.
+    SUITES are names; without any, all are run. Sections that are not run keep their results. A
+    section that fails is told in them, and makes the exit code 1.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     out.mkdir(parents=True, exist_ok=True)
+    failed, at = [], commit()
     for name, sections in _sections(suites, only).items():
-        asked = [] if only is None else ["--only", ",".join(sections)]
-        counted = [] if pairs == PAIRS else ["--pairs", str(pairs)]
-        how = " ".join(["piper bench", name, *asked, *counted])
         click.echo(f"== {name}")
-        ready = {n: functools.partial(_told, n, section, pairs) for n, section in sections.items()}
-        on, rows = command.measure(ready, pairs, None)
-        found = results_of(name, rows, on=on, how=how, pairs=pairs)
         path = out / f"{name}.json"
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        draw(found, path.with_suffix(".png"))
+        results = page.read(path) or {"suite": name, "sections": {}}
+        on, all_rows = command.begin(), []
+        for section, run in sections.items():
+            rows = list(command.shown(section, attempted(section, run, pairs)))
+            how = f"piper bench {name} --only {section}"
+            how += "" if pairs == PAIRS else f" --pairs {pairs}"
+            found = section_results(name, section, rows, on=on, at=at, how=how, pairs=pairs)
+            results = with_section(results, section, found)
+            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            draw(results, path.with_suffix(".png"))
+            all_rows += rows
+            failed += [f"{name} {section}: {row.figures}" for row in rows if row.what == FAILED]
+        command.end(all_rows, pairs, on)
         click.echo(f"{path}, {path.with_suffix('.png')}")
+    for told in failed:
+        click.echo(f"failed: {told}")
+    ctx.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -99,4 +99,5 @@ def run(job: Job, zeros: Sequence[int]) -> Iterator[Row]:
                 for name, value in asdict(found).items()
             )
             what = f"ZeRO-{zero}" + (f", keep={keep!r}" if zero == 3 else "")
-            yield Row(section="counts", what=what, figures=figures, data=asdict(found))
+            data = asdict(found) | {"measured": "counted"}
+            yield Row(section="counts", what=what, figures=figures, data=data)

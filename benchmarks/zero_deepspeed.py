@@ -1,4 +1,4 @@
-"""Step time with replicas beside DeepSpeed's ZeRO 1 to 3, on CPU over gloo.
+"""Step time with replicas beside DeepSpeed's ZeRO 1 to 3 with its defaults, on CPU over gloo.
 
 Without a pipeline: DeepSpeed's takes no ZeRO above 1. It is optional: `pip install -e '.[bench]'`;
 its operators are built when first used, and none is used here, so that the optimizer is torch's on
@@ -6,6 +6,7 @@ both sides.
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
@@ -55,14 +56,17 @@ def run(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
         ClickException: DeepSpeed is not there.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise click.ClickException("needs DeepSpeed: pip install -c constraints.txt -e '.[bench]'")
+        raise click.ClickException(
+            "DeepSpeed is not installed: pip install -c constraints.txt -e '.[bench]'"
+        )
+    version = importlib.metadata.version("deepspeed")
     alone = Job(config=replace(job.config, pp=1, microbatches=1), replicas=job.replicas)
     for zero in zeros:
         if zero:
             found = measure_beside(alone, functools.partial(DeepSpeedStep, level=zero), zero, pairs)
             yield Row(
                 section="deepspeed",
-                what=f"ZeRO-{zero}, no pipeline",
-                figures=f"{found.text()} of DeepSpeed",
-                data=found.figures(),
+                what=f"ZeRO-{zero}, no pipeline, beside DeepSpeed {version} with its defaults",
+                figures=found.text(),
+                data=found.figures() | {"deepspeed": version},
             )

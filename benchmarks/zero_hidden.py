@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import piper_dynamo as piper
 from benchmarks.links import Links, exposed_s, missing
-from benchmarks.report import Row
+from benchmarks.paired import PAIRS
+from benchmarks.report import NOT_RUN, Row
 from benchmarks.zero_sides import Job
 from piper_dynamo.train.model import build
 
@@ -47,7 +48,7 @@ def _measure(job: Job, zero: int, steps: int) -> tuple[list[float], float]:
 def hidden(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
     """Every level, two replicas without a pipeline."""
     if missing():
-        yield Row(section="hidden", what="gathers and reductions", figures=f"needs {missing()}")
+        yield Row(section="hidden", what=NOT_RUN, figures=f"needs {missing()}")
         return
     config = replace(job.config, dim=256, heads=4, kv_heads=2, pp=1)
     alone = Job(config=config, replicas=job.replicas, bucket_mb=4)
@@ -61,5 +62,6 @@ def hidden(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
             figures=f"{share:.0%} of gathers and reductions (simulated {simulated:.0%})",
             bar=f">= {BAR:.0%}",
             held=share >= BAR,
-            data={"shares": shares, "ours": share, "theirs": simulated, "unit": "hidden"},
+            data={"shares": shares, "ours": share, "other": simulated, "unit": "share hidden"}
+            | {"runs": pairs, "needed": PAIRS, "measured": f"median of {pairs} steps"},
         )

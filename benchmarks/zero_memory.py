@@ -60,7 +60,7 @@ def levels(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
             figures=f"{ratio.text(MIB, 'MiB')}   within a step {within * MIB:.0f} MiB",
             bar="" if bar is None else f"<= {bar:.2f} x torch's level 3",
             held=None if bar is None else ratio.holds(bar),
-            data=ratio.figures("bytes", bar) | {"within_step": within},
+            data=ratio.figures("bytes", bar) | {"within_step": within, "needed": PAIRS},
         )
 
 
@@ -104,5 +104,6 @@ def fitting(job: Job, zeros: Sequence[int], caps: Sequence[int] = CAPS) -> Itera
                 figures=f"micro-batch {best} against {rows}: {best / rows:.2f} x",
                 bar="" if bar is None else f">= {bar:.1f} x torch's level 3",
                 held=None if bar is None else best >= bar * rows,
-                data={"cap": cap, "ours": best, "theirs": rows, "unit": "rows"},
+                data={"cap": cap, "ours": best, "other": rows, "unit": "rows"}
+                | {"measured": "1 probe each"},
             )

@@ -2,10 +2,11 @@
 
 torch's levels, as torchtitan sets them up with a pipeline: 0 is DDP around the stage; 2 and 3 are
 `fully_shard` of embedding, every layer, norm with head, and the stage, without and with
-`reshard_after_forward`. (torch's pipelining keeps whole gradients until the last backward, so its
-level 2 is ZeRO-1 in effect, and it is what our levels 1 and 2 are measured beside.) Piper's levels
-are Replicate's, with a region per layer and buckets of half DDP's default: what a chunk makes and
-gathers at once follows them.
+`reshard_after_forward`. Without a pipeline it is torchtitan's default: all are resharded but norm
+with head, which the backward needs first. (torch's pipelining keeps whole gradients until the last
+backward, so its level 2 is ZeRO-1 in effect, and it is what our levels 1 and 2 are measured
+beside.) Piper's levels are Replicate's, with a region per layer and buckets of half DDP's default:
+what a chunk makes and gathers at once follows them.
 """
 
 from dataclasses import dataclass
@@ -66,16 +67,17 @@ class Job:
         return batch_of(self.config, rank % self.replicas)
 
 
-def _sharded(stage: Any, mesh: Any, *, reshard: bool) -> Any:
-    """FSDP2 on the units that torchtitan takes for a Llama."""
+def _sharded(stage: Any, mesh: Any, *, reshard: bool, reshard_last: bool) -> Any:
+    """FSDP2 on the units that torchtitan takes for a Llama; norm with head is the last."""
     units: list[Any] = [*stage.layers]
     if stage.embedding is not None:
         units.append(stage.embedding)
-    if stage.head is not None:
-        units.append([stage.norm, stage.head])
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(stage, mesh=mesh, reshard_after_forward=reshard)
+    if stage.head is not None:
+        last: Any = [stage.norm, stage.head]
+        fully_shard(last, mesh=mesh, reshard_after_forward=reshard_last)
+    fully_shard(stage, mesh=mesh)  # it has no parameters left
     return stage
 
 
@@ -92,7 +94,8 @@ class TorchZero(ScheduleStep):
         # The pipelines here have a stage per rank.
         stage = Stage(build(config), number, config.stages)
         if level:
-            module: Any = _sharded(stage, mesh["dp"], reshard=level == 3)
+            reshard = level == 3
+            module: Any = _sharded(stage, mesh["dp"], reshard=reshard, reshard_last=reshard)
         else:
             module = DistributedDataParallel(
                 stage, process_group=mesh["dp"].get_group(), bucket_cap_mb=DDP_BUCKET_MB
@@ -122,7 +125,7 @@ class Fsdp(LossStep):
 
     def __init__(self, job: Job) -> None:
         mesh = init_device_mesh("cpu", (job.replicas,))
-        self.step = _sharded(build(job.config), mesh, reshard=True)
+        self.step = _sharded(build(job.config), mesh, reshard=True, reshard_last=False)
         self.optimizer = torch.optim.AdamW(self.step.parameters(), lr=job.config.lr, foreach=True)
 
 

@@ -30,29 +30,21 @@ def checkout() -> Path:
     return ROOT
 
 
-@click.command(cls=Command)
-@click.argument("suites", nargs=-1)
-@click.option("--only", help="Sections, by comma.  [default: all of the suites]")
-@click.option("--pairs", type=click.IntRange(min=1), help="Paired measurements per comparison.")
+@click.command(cls=Command, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITES]... [OPTIONS]...")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     help="Where files of results and pictures go.  [default: benchmarks/results]",
 )
 @click.pass_context
-def bench(
-    ctx: click.Context,
-    suites: tuple[str, ...],
-    only: str | None,
-    pairs: int | None,
-    out: Path | None,
-) -> None:
+def bench(ctx: click.Context, words: tuple[str, ...], out: Path | None) -> None:
     """Measure Piper beside its peers: a table, a file of results and a picture per suite.
 
     SUITES are names such as pipeline or zero; without any, all are run, which takes hours. Needs
-    the repository, whose benchmarks they are, and an idle machine.
+    the repository, whose benchmarks they are, and an idle machine. OPTIONS are those of the
+    benchmarks, which are given them as they are: --only SECTIONS by comma, and --pairs NUMBER.
     """
-    given = {"--only": only, "--pairs": pairs, "--out": None if out is None else out.resolve()}
-    words = [word for name, value in given.items() if value is not None for word in (name, value)]
-    command = [sys.executable, "-m", "benchmarks.suites", *suites, *map(str, words)]
+    there = [] if out is None else ["--out", str(out.resolve())]  # they run in another folder
+    command = [sys.executable, "-m", "benchmarks.suites", *words, *there]
     ctx.exit(subprocess.run(command, cwd=checkout(), check=False).returncode)
