@@ -13,18 +13,27 @@ from benchmarks.report import Row, machine, table, write
 Names = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
+def in_order(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names, in the order known.
+
+    Raises:
+        BadParameter: Some are none of these.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        wrong = ", ".join(map(repr, unknown))
+        raise click.BadParameter(f"{wrong}; choose from {', '.join(known)}")
+    return [name for name in known if name in names]
+
+
+def by_comma(text: str) -> list[str]:
+    """The names in a text."""
+    return [name.strip() for name in text.split(",")]
+
+
 def names_of(known: Sequence[str]) -> Names:
     """A callback for an option that takes names by comma; they come back in the order known."""
-
-    def chosen(_: click.Context, __: click.Parameter, value: str) -> list[str]:
-        names = [name.strip() for name in value.split(",")]
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            wrong = ", ".join(map(repr, unknown))
-            raise click.BadParameter(f"{wrong}; choose from {', '.join(known)}")
-        return [name for name in known if name in names]
-
-    return chosen
+    return lambda _, __, value: in_order(by_comma(value), known)
 
 
 def only(known: Sequence[str]) -> Callable[[Any], Any]:

@@ -89,7 +89,8 @@ def strays(folder: Path = RESULTS) -> list[str]:
     found += [f"{name}.json has no picture" for name in sorted(numbers - pictures)]
     found += [f"{name}.png has no results" for name in sorted(pictures - numbers)]
     for name in sorted(numbers & SUITES.keys()):
-        results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        results = read(folder / f"{name}.json")
+        assert results is not None  # the file is there
         unknown = results["sections"].keys() - SUITES[name].sections.keys()
         found += [f"{name}.json: no section {section}" for section in sorted(unknown)]
     return found

@@ -243,16 +243,12 @@ def attempted(name: str, section: Section, pairs: int) -> Iterator[Row]:
 
 
 def _names(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> list[str]:
-    unknown = [name for name in value if name not in SUITES]
-    if unknown:
-        wrong = ", ".join(map(repr, unknown))
-        raise click.BadParameter(f"{wrong}; choose from {', '.join(SUITES)}")
-    return [name for name in SUITES if name in value or not value]
+    return command.in_order(value, list(SUITES)) if value else list(SUITES)
 
 
 def _sections(suites: Sequence[str], only: str | None) -> dict[str, dict[str, Section]]:
     """The sections that are run, by suite; suites without any are left out."""
-    chosen = None if only is None else [name.strip() for name in only.split(",")]
+    chosen = None if only is None else command.by_comma(only)
     known = {name for suite in suites for name in SUITES[suite].sections}
     unknown = [name for name in chosen or () if name not in known]
     if unknown:

@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 import piper_dynamo as piper
 from benchmarks import netbed
+from benchmarks.command import only as sections_of
 from benchmarks.links import Links, missing
 from piper_dynamo.runtime import failure, launch_local
 from tests import jobs
@@ -448,16 +449,8 @@ KINDS = [*LOCAL, *NETWORK]
 SECTIONS = [*KINDS, "growth", "overhead"]
 
 
-def chosen(_: click.Context, __: click.Parameter, value: str) -> list[str]:
-    names = [name.strip() for name in value.split(",")]
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}; choose from {', '.join(SECTIONS)}")
-    return [name for name in SECTIONS if name in names]
-
-
 @click.command()
-@click.option("--only", default=",".join(SECTIONS), callback=chosen, help="Sections, by comma.")
+@sections_of(SECTIONS)
 @click.option("--tries", default=20, show_default=True, help="Of each failure.")
 @click.option("--steps", default=2000, show_default=True, help="Of the long run.")
 @click.option("--rounds", default=5, show_default=True, help="Pairs of engines that are timed.")
