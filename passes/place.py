@@ -8,7 +8,7 @@ Signature: DAG over the whole batch -> the same DAG, every task with its devices
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx.node import Node
 
@@ -28,22 +28,20 @@ class Placement:
     maker: str = ""
 
 
-# By what makes Places, the arguments that say which ranks there are, and which stages.
-_RANKS = {
-    "piper.strategies.pipeline": "ranks= or replicas=",
-    "piper.strategies.places": "the placement",
-    "piper.strategies.from_orders": "the orders or replicas=",
-    "piper.strategies.from_torchtitan": "world_size=",
-    "piper.strategies.from_megatron": "world_size=",
-    "piper.strategies.from_deepspeed": "world_size=",
-}
-_STAGES = {
-    "piper.strategies.pipeline": "ranks= or stages=",
-    "piper.strategies.places": "the placement",
-    "piper.strategies.from_orders": "the orders",
-    "piper.strategies.from_torchtitan": "regions=",
-    "piper.strategies.from_megatron": "regions=",
-    "piper.strategies.from_deepspeed": "regions=",
+class _Says(NamedTuple):
+    """The arguments of a function that makes Places which say what there is."""
+
+    ranks: str
+    stages: str
+
+
+_MAKERS = {
+    "piper.strategies.pipeline": _Says("ranks= or replicas=", "ranks= or stages="),
+    "piper.strategies.places": _Says("the placement", "the placement"),
+    "piper.strategies.from_orders": _Says("the orders or replicas=", "the orders"),
+    "piper.strategies.from_torchtitan": _Says("world_size=", "regions="),
+    "piper.strategies.from_megatron": _Says("world_size=", "regions="),
+    "piper.strategies.from_deepspeed": _Says("world_size=", "regions="),
 }
 
 
@@ -130,16 +128,18 @@ class Place:
             faults += region_misses(self._sharers, dag)
         return _merge_repeats(faults), hint
 
-    def _argument(self, arguments: Mapping[str, str]) -> str:
-        """What the user would change, where one function made all Places; else nothing."""
+    def _arguments(self) -> _Says | None:
+        """What the user would change, where one function made all Places."""
         makers = {placement.maker for placement in self._placements}
         maker = makers.pop() if len(makers) == 1 else ""
-        return f"{arguments[maker]} of {maker}" if maker in arguments else ""
+        if maker not in _MAKERS:
+            return None
+        return _Says(*(f"{one} of {maker}" for one in _MAKERS[maker]))
 
     def _stages_hint(self, dag: Dag) -> str:
         """That a function placed other stages than the model has, if one did."""
-        argument = self._argument(_STAGES)
-        if not argument:
+        arguments = self._arguments()
+        if arguments is None:
             return ""
         have = tags_there(dag).get("PP", set())
         placed = {tag for p in self._placements if isinstance(tag := p.filter.tags.get("PP"), int)}
@@ -147,8 +147,8 @@ class Place:
             return ""  # what is not placed has other tags
         return (
             f"the model has {len(have)} stages (PP={_listed(sorted(have))}) and {len(placed)} are "
-            f"placed (PP={_listed(sorted(placed))}); change {argument}, or tag other parts, by "
-            "piper.annotate or regions="
+            f"placed (PP={_listed(sorted(placed))}); change {arguments.stages}, or tag other "
+            "parts, by piper.annotate or regions="
         )
 
     def _twice(
@@ -169,7 +169,8 @@ class Place:
         if placed == sorted(world):
             return []
         if placed == list(range(len(placed))):
-            devices = self._argument(_RANKS) or "the devices"
+            arguments = self._arguments()
+            devices = arguments.ranks if arguments is not None else "the devices"
             hint = f"start {len(placed)} ranks, or change {devices}"
         else:
             hint = f"number the ranks that are used from 0 to {len(placed) - 1}"

@@ -118,7 +118,8 @@ class Failure:
         elif exit_code is not None and exit_code < 0:
             text = f"the process was killed by {signal.Signals(-exit_code).name}"
             if -exit_code == signal.SIGKILL:
-                text += f" ({who_killed(rank, restarts)})"
+                unasked = "where nobody did it on purpose, the system ran out of memory"
+                text += f" ({asked_for(rank, restarts) or unasked})"
         else:
             text = f"the process ended with exit code {exit_code}"
             if not has_begun:
@@ -138,12 +139,10 @@ class Failure:
         return cls(**json.loads(text))
 
 
-def who_killed(rank: int, restarts: int) -> str:
-    """Why a process may have been killed."""
+def asked_for(rank: int, restarts: int) -> str:
+    """That the environment asked for the end of a process; nothing where it did not."""
     asked = kill_of(rank, restarts)
-    if asked is not None:
-        return f"PIPER_FAULT asks for it: {asked}"
-    return "where nobody did it on purpose, the system ran out of memory"
+    return f"PIPER_FAULT asks for it: {asked}" if asked is not None else ""
 
 
 def _last_users_line(trace: TracebackType | None) -> str:

@@ -15,8 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from piper_dynamo.errors import PiperError, format_error
-from piper_dynamo.runtime.failure import Failure
-from piper_dynamo.runtime.faults import kill_of
+from piper_dynamo.runtime.failure import Failure, asked_for
 from piper_dynamo.runtime.outcomes import collect
 from piper_dynamo.runtime.world import Outcome, Seat, open_store, take_part
 
@@ -263,9 +262,8 @@ def _arrivals(ray: Any, pending: dict[Any, int], restarts: int) -> Mapping[int, 
         try:
             found[r] = ray.get(reference)
         except ray.exceptions.RayError as error:
-            asked = kill_of(r, restarts)
-            why = f", PIPER_FAULT asks for it: {asked}" if asked is not None else ""
-            text = f"the process ended{why}: {str(error).strip()}"
+            why = ", ".join(filter(None, ("the process ended", asked_for(r, restarts))))
+            text = f"{why}: {str(error).strip()}"
             found[r] = Outcome(failure=Failure(rank=r, when=time.time(), text=text))
     return found
 
