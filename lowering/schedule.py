@@ -1,18 +1,24 @@
 """Schedule: a total order of the compute tasks of every device group.
 
-What Orders leave open is filled by list scheduling: tasks start as their inputs arrive, backward
-before forward before weight gradient, early microbatches first, and of one microbatch what has the
-longest way to the end. Exchanges of rows take time, during which the tasks that wait for them are
-not ready: whoever may interleave with them, another microbatch in the same group of an Order or
-without any, runs meanwhile. A region that no order names has at most as many microbatches in flight
-on a device group as there are stages from it to the end, which is the memory of 1F1B; the bound
-gives way where orders of other groups would make everybody wait.
+What Orders leave open is filled by list scheduling: tasks start as their inputs arrive, and of
+those that could start the most urgent does, by one of two rules. By the critical path: what has the
+longest way to the end, of equally long ones the earlier microbatch's. By microbatches: backward
+before forward before weight gradient, early microbatches first, of one microbatch the longest way.
+Where stages come back to a rank the first is right for many microbatches, since what it idles does
+not grow with them, and the second for a few. Both are tried, and what ends first is taken.
+
+Exchanges of rows take time, during which the tasks that wait for them are not ready: whoever may
+interleave with them, another microbatch in the same group of an Order or without any, runs
+meanwhile. A region that no order names has at most as many microbatches in flight on a device group
+as there are stages from it to the end, which is the memory of 1F1B; the bound gives way where
+orders of other groups would make everybody wait.
 
 Signature: placed DAG with orders, costs -> per device group, its tasks in the order they run.
 """
 
 import heapq
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx.node import Node
@@ -25,11 +31,24 @@ from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Pass, Re
 COST = {Pass.F: 1.0, Pass.B: 2.0, Pass.BI: 1.0, Pass.BW: 1.0}  # in units of a chunk's forward
 EXCHANGE_COST = 1.0  # long enough that a chunk of whoever may interleave comes in between
 _URGENCY = {Pass.B: 0, Pass.BI: 0, Pass.F: 1, Pass.BW: 2}
-_FIRST = -1  # the urgency of tasks that an order groups
+_FIRST = -math.inf  # before all else: tasks that an order groups
 _Home = tuple[RegionId, tuple[int, ...]]  # a region, and the devices on which it may be
-# Urgency, microbatch, minus the way to the end, vertex; in a group of an order: first, minus the
-# way to its end, urgency, vertex.
-_Key = tuple[int, float, float, int]
+# What is smaller is more urgent; the vertex comes last.
+_Key = tuple[float, float, float, int]
+_Rule = Callable[
+    [TaskName, float], tuple[float, float, float]
+]  # from a task and its way to the end
+
+
+def _by_critical_path(name: TaskName, way: float) -> tuple[float, float, float]:
+    return -way, name.mb or 0, _URGENCY[name.which]
+
+
+def _by_microbatches(name: TaskName, way: float) -> tuple[float, float, float]:
+    return _URGENCY[name.which], name.mb or 0, -way
+
+
+_RULES: tuple[_Rule, ...] = (_by_microbatches, _by_critical_path)  # of equal ends the first's
 
 
 @dataclass(slots=True)
@@ -63,15 +82,19 @@ def schedule(
     Returns:
         Every compute task (empty phases too), grouped by devices, in running order. Deterministic.
     """
-    return _Scheduler(dag, costs, halves or {}).run()
+    work = _Work(dag, costs, halves or {})
+    runs = [_Scheduler(work, rule) for rule in _RULES]
+    return min(runs, key=_Scheduler.run).order()
 
 
-class _Scheduler:
+class _Work:
+    """What is to be scheduled: nodes, what waits for what, and how long each takes."""
+
     def __init__(
         self, dag: Dag, costs: Costs | None, halves: Mapping[str, tuple[bool, bool]]
     ) -> None:
-        self.dag = dag
         self.nodes = [n for n in dag.graph.nodes if n.meta.get("task") is not None]
+        self.tasks = sum(1 for _ in dag.tasks())
         index = {node: i for i, node in enumerate(self.nodes)}
         self.successors, self.waiting = _edges(dag, self.nodes, index)
         self.names = [task_of(n).name if _runs(n) else None for n in self.nodes]
@@ -82,16 +105,27 @@ class _Scheduler:
         self.depth = _depth(dag)
         self.last = _last_backward(self.names)
         self.bounded = {name.region for v in self.last if (name := self.names[v]) is not None}
+        self.ordered = {n for before, after, _ in dag.orders for n in (before, after)}
+
+
+class _Scheduler:
+    """One run on the ideal machine, by one rule."""
+
+    def __init__(self, work: _Work, rule: _Rule) -> None:
+        self.work = work
+        self.rule = rule
+        self.waiting = list(work.waiting)
         # Of each region on each of its device groups.
         self.in_flight: dict[_Home, int] = {}
         # Forwards that would exceed their region's bound, most urgent first.
         self.held: dict[_Home, list[_Key]] = {}
-        self.ordered = {n for before, after, _ in dag.orders for n in (before, after)}
+        self.let_past: set[int] = set()  # forwards that their bound does not hold
         self.groups: dict[tuple[int, ...], _Group] = {}
         self.events: list[tuple[float, int]] = []  # a node's work is done
         self.free_at: dict[object, float] = {}  # when a link has carried what it was given
 
-    def run(self) -> dict[tuple[int, ...], list[Node]]:
+    def run(self) -> float:
+        """When all is done."""
         for vertex in [v for v, count in enumerate(self.waiting) if count == 0]:
             self.release(vertex, 0.0)
         now = 0.0
@@ -106,44 +140,46 @@ class _Scheduler:
                 break
             if self.events:
                 now = max(now, self.events[0][0])
+        return now
+
+    def order(self) -> dict[tuple[int, ...], list[Node]]:
         found = {devices: group.order for devices, group in self.groups.items()}
         scheduled = sum(map(len, found.values()))
-        assert scheduled == sum(1 for _ in self.dag.tasks()), "a cycle got past the order pass"
+        assert scheduled == self.work.tasks, "a cycle got past the order pass"
         return found
 
     def release(self, vertex: int, now: float) -> None:
         """A node has all it waits for."""
-        task, name = task_of(self.nodes[vertex]), self.names[vertex]
+        task, name = task_of(self.work.nodes[vertex]), self.work.names[vertex]
         if name is None:
             if task.kind is Kind.COMPUTE:
-                self.group(task.devices).order.append(self.nodes[vertex])
-            link = _link(self.nodes[vertex])
-            begin = max(now, self.free_at.get(link, 0.0)) if self.taken[vertex] else now
-            if self.taken[vertex]:
-                self.free_at[link] = begin + self.taken[vertex]
-            heapq.heappush(self.events, (begin + self.cost[vertex], vertex))
+                self.group(task.devices).order.append(self.work.nodes[vertex])
+            link = _link(self.work.nodes[vertex])
+            begin = max(now, self.free_at.get(link, 0.0)) if self.work.taken[vertex] else now
+            if self.work.taken[vertex]:
+                self.free_at[link] = begin + self.work.taken[vertex]
+            heapq.heappush(self.events, (begin + self.work.cost[vertex], vertex))
             return
-        urgency = _URGENCY[name.which]
-        way = self.way_in_group.get(vertex)
+        way = self.work.way_in_group.get(vertex)
         if way is None:
-            self.make_ready((urgency, name.mb or 0, -self.way[vertex], vertex))
+            self.make_ready((*self.rule(name, self.work.way[vertex]), vertex))
         else:  # the order wants the group over before what comes next
-            self.make_ready((_FIRST, -way, urgency, vertex))
+            self.make_ready((_FIRST, -way, _URGENCY[name.which], vertex))
 
     def make_ready(self, key: _Key) -> None:
-        heapq.heappush(self.group(task_of(self.nodes[key[-1]]).devices).ready, key)
+        heapq.heappush(self.group(task_of(self.work.nodes[key[-1]]).devices).ready, key)
 
     def group(self, devices: tuple[int, ...]) -> _Group:
         return self.groups.setdefault(devices, _Group())
 
     def finish(self, vertex: int, now: float) -> None:
-        name = self.names[vertex]
-        if name is not None and vertex in self.last:
+        name = self.work.names[vertex]
+        if name is not None and vertex in self.work.last:
             home = self.home(vertex, name)
             self.in_flight[home] = self.in_flight.get(home, 0) - 1
             if self.held.get(home):
                 self.make_ready(heapq.heappop(self.held[home]))
-        for target in self.successors[vertex]:
+        for target in self.work.successors[vertex]:
             self.waiting[target] -= 1
             if self.waiting[target] == 0:
                 self.release(target, now)
@@ -152,7 +188,7 @@ class _Scheduler:
         """The most urgent task that no bound holds back."""
         while group.ready and group.free_at <= now:
             key = heapq.heappop(group.ready)
-            name = self.names[key[-1]]
+            name = self.work.names[key[-1]]
             assert name is not None
             home = self.home(key[-1], name)
             if self.is_full(key[-1], name):
@@ -160,18 +196,18 @@ class _Scheduler:
                 continue
             if name.which is Pass.F:
                 self.in_flight[home] = self.in_flight.get(home, 0) + 1
-            group.order.append(self.nodes[key[-1]])
-            group.free_at = now + self.cost[key[-1]]
+            group.order.append(self.work.nodes[key[-1]])
+            group.free_at = now + self.work.cost[key[-1]]
             heapq.heappush(self.events, (group.free_at, key[-1]))
 
     def is_full(self, vertex: int, name: TaskName) -> bool:
-        bounded = name.which is Pass.F and name.region in self.bounded
-        if not bounded or self.nodes[vertex] in self.ordered:
+        bounded = name.which is Pass.F and name.region in self.work.bounded
+        if not bounded or vertex in self.let_past or self.work.nodes[vertex] in self.work.ordered:
             return False
-        return self.in_flight.get(self.home(vertex, name), 0) >= self.depth[name.region]
+        return self.in_flight.get(self.home(vertex, name), 0) >= self.work.depth[name.region]
 
     def home(self, vertex: int, name: TaskName) -> _Home:
-        return name.region, task_of(self.nodes[vertex]).devices
+        return name.region, task_of(self.work.nodes[vertex]).devices
 
     def let_go(self) -> bool:
         """Everybody waits: one forward may exceed its bound."""
@@ -179,7 +215,7 @@ class _Scheduler:
         if not waiting:
             return False
         key = heapq.heappop(min(waiting))
-        self.ordered.add(self.nodes[key[-1]])
+        self.let_past.add(key[-1])
         self.make_ready(key)
         return True
 

@@ -7,6 +7,7 @@ from torch import nn
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.task import Pass, TaskName
+from piper_dynamo.lowering.schedule import _RULES as RULES
 
 
 class Stages(nn.Module):
@@ -57,6 +58,68 @@ def test_without_orders_a_line_runs_as_one_forward_one_backward(ranks: int, micr
     assert found.simulate().makespan == 3 * (microbatches + ranks - 1)
     for rank in range(ranks):
         assert live_forwards(found, rank) == min(microbatches, ranks - rank)
+
+
+LOOP = {0: [0], 1: [1], 2: [2], 3: [0], 4: [1], 5: [2]}
+V = {0: [0], 1: [1], 2: [2], 3: [2], 4: [1], 5: [0]}
+
+
+def idle(found: piper.Plan, microbatches: int) -> float:
+    """Of the last rank to end, in units of a chunk's forward: each rank has two chunks."""
+    return found.simulate().makespan - 2 * 3 * microbatches
+
+
+IDLE = {  # by microbatches: of the rule by microbatches, of that by the critical path
+    "loop": (LOOP, {2: (9, 9), 4: (14, 6), 8: (13, 8), 20: (21, 8)}),
+    "v": (V, {2: (10, 11), 4: (15, 10), 8: (16, 10), 20: (28, 10)}),
+}
+
+
+@pytest.mark.parametrize(("placement", "rules"), IDLE.values(), ids=IDLE)
+def test_without_orders_idle_time_does_not_grow_with_the_microbatches(
+    placement, rules, monkeypatch
+):
+    """Where stages come back to a rank; the better rule's order is taken for each number."""
+    for microbatches, each in rules.items():
+        asked = zip([RULES[:1], RULES[1:], RULES], [*each, min(each)], strict=True)
+        for only, expected in asked:
+            torch.compiler.reset()  # or an equal strategy has the plan that it had
+            monkeypatch.setattr("piper_dynamo.lowering.schedule._RULES", only)
+            assert idle(plan(placement, microbatches), microbatches) == expected
+
+
+class Branches(nn.Module):
+    """Rank 0 makes what the chains on ranks 1 and 2 begin with, and adds up what they end with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(torch.full((2, 2), 0.1 * (i + 1)) for i in range(5))
+
+    def forward(self, x):
+        with piper.annotate("LEFT", 0):
+            left = torch.tanh(x @ self.w[0])
+        with piper.annotate("RIGHT", 0):
+            right = torch.sigmoid(x @ self.w[1])
+        with piper.annotate("LEFT", 1):
+            left = torch.relu(left @ self.w[2])
+        with piper.annotate("RIGHT", 1):
+            right = torch.cos(right @ self.w[3])
+        with piper.annotate("END", 0):
+            return ((left + right) @ self.w[4]).square().mean()
+
+
+@pytest.mark.parametrize("longer", ["LEFT", "RIGHT"])
+def test_the_branch_with_the_longer_way_goes_first(longer: str):
+    places = {"LEFT": [0, 1], "RIGHT": [0, 2]}
+    strategy = piper.Strategy(
+        *(piper.Place({t: i}, devices=[d]) for t, ds in places.items() for i, d in enumerate(ds)),
+        piper.Place({"END": 0}, devices=[0]),
+    )
+    costs = piper.Costs(of=lambda task: 9.0 if task.tags.get(longer) == 1 else 1.0)
+    x = torch.zeros(2, 2, requires_grad=True)
+    found = piper.plan(Branches(), strategy, (x,), world_size=3, costs=costs)
+    ran = [i.task for i in found.programs[0].instrs if i.op is Op.RUN]
+    assert longer in ran[0]
 
 
 def test_stages_inside_another_tag_are_stages():
