@@ -4,8 +4,9 @@ make bench-predict
 make bench-predict ARGS="--only steps --json results.json"
 
 A profile is made of the chunks of some configurations; others, held out, are predicted from it and
-measured on two gloo ranks that really compute, in turn with the chunks. A step is forward, backward
-and communication: clipping and the optimizer come after it. The machine must be idle.
+measured on two gloo ranks that really compute, in turn with the chunks and the links. A step is
+forward, backward and communication: clipping and the optimizer come after it. The machine must be
+idle.
 """
 
 import functools
@@ -25,13 +26,8 @@ from benchmarks import command
 from benchmarks.paired import TOLERANCE, seconds
 from benchmarks.report import Row
 from piper_dynamo.ir.chunk import Chunk
-from piper_dynamo.predict.measuring import (
-    machine,
-    measurable,
-    measure_pair,
-    ratios,
-    slowdown_of,
-)
+from piper_dynamo.predict.links import Links, ratios, slowdown_of
+from piper_dynamo.predict.measuring import machine, measurable, measure_host, pair_of
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.runtime.world import rank
 from piper_dynamo.train.config import Config
@@ -104,7 +100,7 @@ def held_out_and_profile() -> tuple[list[float], dict[str, Any]]:
     In turn, and the medians: the speed of a machine drifts, and what is predicted from the one is
     compared with the other. Call it on every rank.
     """
-    fields = measure_pair()
+    host, links = measure_host(), Links()
     runs = [step_of(config) for config in HELD_OUT]
     chunks = measurable(fitted(), "aten") if rank() == 0 else []
     took: list[list[float]] = []
@@ -113,10 +109,11 @@ def held_out_and_profile() -> tuple[list[float], dict[str, Any]]:
     for _ in trange(ROUNDS, desc="rounds", leave=False, disable=None if rank() == 0 else True):
         took.append([seconds(run, dist.barrier) for run in runs])
         shared.append(ratios())
+        links.sample()
         alone.append([chunk.once() for chunk in chunks])
     medians = [statistics.median(column) for column in zip(*alone, strict=True)]
     times = tuple(chunk.time(median) for chunk, median in zip(chunks, medians, strict=True))
-    fields |= {"chunks": times, "slowdown": slowdown_of(shared)}
+    fields = pair_of(links, host) | {"chunks": times, "slowdown": slowdown_of(shared)}
     return [statistics.median(column) for column in zip(*took, strict=True)], fields
 
 

@@ -16,7 +16,8 @@ from benchmarks import predict
 from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row, gain_row, ratio_row
 from benchmarks.sides import PiperStep, TorchStep, batch_of
-from piper_dynamo.predict.measuring import measurable, ratios, slowdown_of
+from piper_dynamo.predict.links import ratios, slowdown_of
+from piper_dynamo.predict.measuring import measurable
 from piper_dynamo.train.config import Config
 
 RANKS = 2

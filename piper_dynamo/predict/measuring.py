@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm, trange
@@ -28,28 +27,23 @@ from piper_dynamo import strategies
 from piper_dynamo.access import state_of
 from piper_dynamo.api import compile as piper_compile
 from piper_dynamo.api import plan
-from piper_dynamo.costs import sent_bytes
 from piper_dynamo.errors import PiperError
 from piper_dynamo.ir.alias import exchange_of
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.ir.task import Kind
 from piper_dynamo.lowering.chunks import compile_chunks
 from piper_dynamo.options import Options
+from piper_dynamo.predict.links import ROUNDS, WARM, Links, ratios, slowdown_of
 from piper_dynamo.predict.profile import ChunkTime, Profile, features_of
-from piper_dynamo.runtime.comm import TorchCommunicator
 from piper_dynamo.runtime.executor import Executor
 from piper_dynamo.runtime.launch import launch
-from piper_dynamo.runtime.world import communicator, rank, world_size
+from piper_dynamo.runtime.world import rank
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.values import is_whole
 
-WARM, LEAST_RUNS, MOST_RUNS, ENOUGH_S = 2, 7, 50, 0.15
-SIZES = (2**8, 2**16, 2**18, 2**20, 2**22)  # bytes of messages
-VALUES = 65  # of a collective with many
+LEAST_RUNS, MOST_RUNS, ENOUGH_S = 7, 50, 0.15
 SHARDS = 16  # parameters of a step whose gradients are shards
-ROUNDS = 15
 SHOW_AFTER_S = 2.0
 
 
@@ -156,7 +150,22 @@ def measure_ranks(ranks: int) -> dict[str, Any]:
 
 def measure_pair() -> dict[str, Any]:
     """Links and host, as fields of a profile; both of two ranks call it."""
-    links = _links()
+    links = Links()
+    for _ in trange(
+        ROUNDS, desc="links", leave=False, delay=SHOW_AFTER_S, disable=None if rank() == 0 else True
+    ):
+        links.sample()
+    return pair_of(links, measure_host())
+
+
+def pair_of(links: Links, host: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of both."""
+    of_links = links.fields()
+    return {**of_links, **host, "host": host["host"] | of_links["host"]}
+
+
+def measure_host() -> dict[str, Any]:
+    """What issuing instructions takes, and steps beside their programs; both ranks call it."""
     regions = {f"layers.{stage}": {"PP": stage} for stage in range(2)}
     line = strategies.pipeline(ranks=2, num_microbatches=8, regions=regions)
     host, call = _host(_Tiny(2), line)
@@ -166,175 +175,12 @@ def measure_pair() -> dict[str, Any]:
         _host(_Tiny(SHARDS), strategies.pipeline(replicas=2, zero=zero, **alone))[1]
         for zero in (0, 1)
     )
-    per_shard = max((sharded - whole) / SHARDS, 0.0)
-    return links | {"host": host | links["host"], "call": call, "call_shard": per_shard}
-
-
-def _links() -> dict[str, Any]:
-    """Fixed cost and bandwidth of messages, and what collectives take beside them."""
-    comm = communicator(60.0)
-    assert isinstance(comm, TorchCommunicator)
-    group = ("profile", (0, 1))
-    comm.prepare_groups([group])
-    there, back, reduced = [], [], []
-    for nbytes in SIZES:
-        value = torch.zeros(nbytes // 4)
-        dist.barrier()
-        there.append(_median(functools.partial(_round_trip, comm, value)) / 2)
-        back.append(sent_bytes(Kind.ALL_REDUCE, [TensorSpec.of(value)], 2))
-        reduced.append(_median(functools.partial(_all_reduce, comm, [value], group)))
-    small = [torch.zeros(SIZES[0] // 4) for _ in range(VALUES)]
-    many = _median(functools.partial(_all_reduce, comm, small, group))
-    per_value = max((many - reduced[0]) / (VALUES - 1), 0.0)
-    alpha, per_byte = _line(SIZES, there)
-    start, per_reduced = _line(back, reduced)
-    return {
-        "alpha": alpha,
-        "bandwidth": 2 / (per_byte + per_reduced),
-        "skew": max(start - alpha - per_value, 0.0),
-        "per_value": per_value,
-        **_issuing(comm, group),
-    }
-
-
-def _issuing(comm: TorchCommunicator, group: Any) -> dict[str, dict[str, float]]:
-    """What transfers take of a rank that computes on: each, each value, each byte.
-
-    A transfer costs processor time until it is over, not only where it is issued: messages are
-    copied and summed by threads of the rank. So what it takes is how much longer the rank computes
-    while it is under way.
-    """
-    large, few = SIZES[-1] // 4, SIZES[0] // 4
-    collectives = ((Op.ALL_REDUCE, 1, 1), (Op.ALL_GATHER, 1, 2), (Op.REDUCE_SCATTER, 2, 1))
-    issued: dict[Op, list[float]] = defaultdict(list)
-    longer: dict[tuple[Op, int, int], list[float]] = defaultdict(list)
-    rounds = trange(
-        WARM + ROUNDS,
-        desc="transfers",
-        leave=False,
-        delay=SHOW_AFTER_S,
-        disable=None if comm.rank == 0 else True,
-    )
-    for _ in rounds:  # all in turn: what else the machine does slows a round of each
-        alone = _work_of(2)
-        for op, given, come in collectives:
-            for count, size in ((1, few), (VALUES, few), (1, large)):
-                values = [torch.zeros(given * size) for _ in range(count)]
-                likes = [torch.zeros(come * size) for _ in range(count)]
-                dist.barrier()
-                begin = time.perf_counter()
-                handle = comm.start_collective(op, values, group, likes)
-                if count == 1 and size == few:
-                    issued[op].append(time.perf_counter() - begin)
-                _work()
-                comm.wait_all(handle)
-                longer[op, count, size].append(time.perf_counter() - begin - alone)
-        for op, source in ((Op.SEND, 0), (Op.POST, 1)):  # as rank 0 sees it
-            for size in (few, large):
-                dist.barrier()
-                took = _while_one_sends(comm, source, torch.zeros(size))
-                longer[op, 1, size].append(took - alone)
-    found: dict[str, dict[str, float]] = {"host": {}, "host_value": {}, "host_byte": {}}
-
-    def extra(op: Op, count: int, size: int) -> float:
-        more, least = longer[op, count, size][WARM:], longer[op, 1, few][WARM:]
-        return max(statistics.median(more) - statistics.median(least), 0.0)
-
-    for op, _, come in collectives:
-        found["host"][op.value] = statistics.median(issued[op][WARM:])
-        found["host_value"][op.value] = extra(op, VALUES, few) / (VALUES - 1)
-        found["host_byte"][op.value] = extra(op, 1, large) / (4 * come * (large - few))
-    for op in (Op.SEND, Op.POST):
-        found["host_byte"][op.value] = extra(op, 1, large) / (4 * (large - few))
-    one, other = torch.zeros(large), torch.zeros(large)
-    found["host_byte"][Op.ADD.value] = _median(lambda: one + other) / one.nbytes
-    found["host_byte"][Op.ACCUMULATE.value] = _median(lambda: one.add_(other)) / one.nbytes
-    return found
-
-
-def _while_one_sends(comm: TorchCommunicator, source: int, value: torch.Tensor) -> float:
-    """How long this rank computes, and waits, while a message goes from `source` to the other."""
-    begin = time.perf_counter()
-    if comm.rank == source:
-        comm.send(value, 1 - source, 0)
-        _work()
-        comm.drain(1 - source, 0)
-    else:
-        handle = comm.post(source, 0, value)
-        _work()
-        comm.wait(handle)
-    return time.perf_counter() - begin
-
-
-def _round_trip(comm: TorchCommunicator, value: torch.Tensor) -> None:
-    other = 1 - comm.rank
-    handle = comm.post(other, 0, value)
-    if comm.rank == 0:
-        comm.send(value, other, 0)
-    got = comm.wait(handle)
-    if comm.rank == 1:
-        comm.send(got, other, 0)
-    comm.drain(other, 0)
-
-
-def _all_reduce(comm: TorchCommunicator, values: Sequence[torch.Tensor], group: Any) -> None:
-    comm.wait_all(comm.start_collective(Op.ALL_REDUCE, values, group, values))
-
-
-def _median(call: Callable[[], Any]) -> float:
-    for _ in range(WARM):
-        call()
-    took = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - start)
-    return statistics.median(took)
-
-
-def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope: of the smallest size, and of the two largest."""
-    slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-    return seconds[0], max(slope, 1e-15)
+    return {"host": host, "call": call, "call_shard": max((sharded - whole) / SHARDS, 0.0)}
 
 
 def _slowdown() -> tuple[float, ...]:
     """How much longer rank 0 takes while 1, 2, ... ranks work, beside alone."""
     return slowdown_of([ratios() for _ in range(ROUNDS)])
-
-
-def slowdown_of(rounds: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """A profile's slowdown from `ratios` of some rounds."""
-    found = (statistics.median(column) for column in zip(*rounds, strict=True))
-    return (1.0, *(max(ratio, 1.0) for ratio in found))
-
-
-def ratios() -> list[float]:
-    """How much longer rank 0 takes while 2, 3, ... ranks work, beside alone; on every rank.
-
-    Alone and together one after the other: what else the machine does in between slows one round,
-    and not one side.
-    """
-    alone = _work_of(1)
-    together = [_work_of(count) for count in range(2, world_size() + 1)]  # begins with a barrier
-    return [each / alone if alone else 1.0 for each in together]
-
-
-def _work_of(count: int) -> float:
-    """What rank 0 takes for a fixed mixture of products and traffic while `count` ranks do it."""
-    dist.barrier()
-    if rank() >= count:
-        return 0.0
-    start = time.perf_counter()
-    _work()
-    return time.perf_counter() - start
-
-
-def _work() -> None:
-    weight, rows = torch.zeros(256, 256), torch.zeros(512, 256)
-    for _ in range(24):
-        hidden = torch.nn.functional.silu(rows @ weight)
-        torch.softmax(hidden.add_(rows), -1)
 
 
 class _Tiny(nn.Module):
