@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.fx.node import Node
 
+from piper_dynamo import _torch_compat as compat
 from piper_dynamo.ir.alias import exchange_of, is_random, operator_name
 from piper_dynamo.ir.joint import OUTPUT_COPY, ArgKind, Capture
 from piper_dynamo.ir.spec import Source, module_paths, user_line
@@ -107,12 +108,12 @@ def _tangent_dependents(capture: Capture) -> set[Node]:
 def _made_by_autograd(graph: fx.Graph, forward: list[Node], backward: set[Node]) -> set[Node]:
     """Which of the nodes that depend on no tangent autograd has made for its backward.
 
-    Torch marks them, but not in 2.11, and not those of a custom Function's backward; these come
-    after the first node that depends on a tangent.
+    Torch does not always say so: not of those of a custom Function's backward, which come after
+    the first node that depends on a tangent.
     """
     place = {n: i for i, n in enumerate(graph.nodes)}
     first = min((place[n] for n in backward if n.op == "call_function"), default=len(place))
-    return {n for n in forward if n.meta.get("autograd_backward") or place[n] > first}
+    return {n for n in forward if compat.is_marked_backward(n) or place[n] > first}
 
 
 def _free_nodes(capture: Capture, backward: set[Node]) -> set[Node]:

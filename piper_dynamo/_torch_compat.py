@@ -61,6 +61,7 @@ __all__ = [
     "fixed_size",
     "generator_of",
     "hint_of",
+    "is_marked_backward",
     "is_marked_dynamic",
     "is_on_meta",
     "is_python_float",
@@ -309,6 +310,11 @@ def boxed_codegen() -> Any:
 def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
     """Whether `mark_dynamic` was called for this dim."""
     return dim in getattr(tensor, "_dynamo_dynamic_indices", ())
+
+
+def is_marked_backward(node: fx.Node) -> bool:
+    """Whether torch says that autograd has made a node for its backward; 2.11 says it of none."""
+    return bool(node.meta.get("autograd_backward"))
 
 
 def raise_recompile_limit() -> None:

@@ -107,9 +107,12 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     is_flag=True,
     help="Print the result as the last line: loss_first, loss_last and validation_loss (nats per "
     "byte), tokens_per_s, peak_mb (the most memory any rank's process held, imports included) and, "
-    "with --compare, max_rel_diff.",
+    "with --compare, max_rel_diff and is_equal.",
 )
+@click.pass_context
 def train(
+    ctx: click.Context,
+    /,
     as_json: bool,
     engine: str,
     max_restarts: int,
@@ -119,7 +122,9 @@ def train(
 ) -> None:
     """Train a Llama-style model, or one with experts, on the text of Python's standard library.
 
-    Starts its ranks on this machine, as --engine says; under torchrun it is one of the ranks.
+    Starts its ranks on this machine, as --engine says; under torchrun it is one of the ranks. The
+    exit code is 1 where the job failed, or --compare found a difference that rounding does not
+    explain, and 2 where it was refused.
     """
     launching = Launching(
         engine=engine,
@@ -144,5 +149,8 @@ def train(
         out = str(claim_folder(out, resume).resolve())
     config, *others = (replace(one, out=out, resume=resume) for one in (config, *others))
     results = launching.run(config, others)
-    if as_json and results[0]:  # rank 0's
-        click.echo(json.dumps(results[0], allow_nan=False))
+    found = results[0] or {}  # rank 0's
+    if as_json and found:
+        click.echo(json.dumps(found, allow_nan=False))
+    if not found.get("is_equal", True):
+        ctx.exit(FAILED)

@@ -167,7 +167,14 @@ def test_layers_are_spread_over_the_stages(layers: int, schedule: str, pp: int, 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "tied_head"), [("gpipe", False), ("one_f_one_b", True), ("zbv", False)]
+    ("schedule", "tied_head"),
+    [
+        ("gpipe", False),
+        ("one_f_one_b", True),
+        pytest.param("interleaved_1f1b", False, marks=pytest.mark.slow),
+        ("zbv", False),
+        ("dualpipe", False),
+    ],
 )
 def test_pipelined_steps_equal_one_process(schedule: str, tied_head: bool):
     """The job's model, strategy, optimizer and clipping over in-process ranks."""

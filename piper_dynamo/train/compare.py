@@ -54,13 +54,17 @@ def relative_difference(have: float, want: float) -> float:
     return abs(have - want) / max(abs(want), 1e-30)
 
 
+def allowed(config: Config) -> float:
+    """The largest difference that rounding explains."""
+    return TOLERANCES[config.dtype, config.compile]
+
+
 def verdict(difference: float, config: Config, steps: int) -> str:
     """The outcome in one line."""
-    allowed = TOLERANCES[config.dtype, config.compile]
     found = f"max difference {difference:.1e} over {steps} step{'s' if steps > 1 else ''}"
-    if difference <= allowed:
+    if difference <= allowed(config):
         return f"equal to one process: {found}"
-    return f"DIFFERS from one process: {found}, where rounding explains {allowed:.0e}"
+    return f"DIFFERS from one process: {found}, where rounding explains {allowed(config):.0e}"
 
 
 def one_process(config: Config, corpus: Corpus) -> Reference:

@@ -29,7 +29,7 @@ from piper_dynamo.runtime.logs import kept
 from piper_dynamo.runtime.world import communicator, host, is_alone, rank, restarts, world_size
 from piper_dynamo.timeline import Event, Message, Timeline
 from piper_dynamo.topology import describe
-from piper_dynamo.train.compare import Reference, one_process, verdict
+from piper_dynamo.train.compare import Reference, allowed, one_process, verdict
 from piper_dynamo.train.config import Config
 from piper_dynamo.train.data import Corpus, Split, read_corpus
 from piper_dynamo.train.model import balance, build, dropped, flops_per_token, split_result
@@ -60,7 +60,7 @@ def run_rank(config: Config, fallbacks: Sequence[Config] = ()) -> dict[str, Any]
         On rank 0: `loss_first`, `loss_last` (training, nats per byte), `validation_loss` if there
         was an evaluation, `tokens_per_s` (without the first step), `peak_mb` (the most memory that
         any rank's process held, imports included, in 10^6 bytes), and with `compare`
-        `max_rel_diff`. Nothing on other ranks.
+        `max_rel_diff` and `is_equal`, whether rounding explains it. Nothing on other ranks.
 
     Raises:
         PiperError: The job is refused, or the loss is no longer a number.
@@ -79,11 +79,16 @@ def run_rank(config: Config, fallbacks: Sequence[Config] = ()) -> dict[str, Any]
     with ExitStack() as stack:
         stack.enter_context(private_files())
         out, resume = Meeting(comm, "the run folder").together(claim, lambda found: found[0])
-        config, path = replace(config, out=out, resume=resume), Path(out)
+        compares = config.compare and resume is None  # its first steps, and not a restart's
+        is_skipped = config.compare and not compares
+        config, path = replace(config, out=out, resume=resume, compare=compares), Path(out)
         if is_alone():
             stack.enter_context(kept(path, rank()))
         folder = stack.enter_context(RunFolder(path)) if rank() == 0 else None
-        return _Job(config, folder, comm).run()
+        made = _Job(config, folder, comm)
+        if is_skipped:
+            made.progress.say("--compare: the first steps are done, so that none is compared")
+        return made.run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -338,6 +343,7 @@ class _Job:
         if history.difference is not None:
             finite = math.isfinite(history.difference)
             summary["max_rel_diff"] = history.difference if finite else None  # JSON has no Infinity
+            summary["is_equal"] = history.difference <= allowed(config)
         self.folder.write_summary(summary)
         losses = history.losses
         say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}  {curve(losses)}")
