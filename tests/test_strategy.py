@@ -38,7 +38,8 @@ _pass = st.one_of(
 _task = st.builds(lambda tags, which: {**tags, "PASS": which}, _region, _pass)
 _name = st.text(min_size=1, max_size=6)
 _stream = st.none() | _name
-_axes = st.none() | st.lists(st.sampled_from(["pp", "dp", "ep"]), min_size=1, unique=True)
+_AXES = ("pp", "dp", "ep")
+_axes = st.none() | st.lists(st.sampled_from(_AXES), min_size=1, unique=True)
 _number = st.integers(1, 99) | st.floats(0.25, 99)
 
 _split = st.builds(
@@ -49,6 +50,12 @@ _split = st.builds(
     inputs=st.none()
     | st.dictionaries(_name, st.integers(-2, 2) | st.just("replicate"), max_size=3),
     loss=st.sampled_from(["mean", "sum"]),
+)
+_mesh = st.builds(
+    piper.Mesh,
+    st.just((2, 2, 2)),
+    st.just(_AXES),
+    order=st.none() | st.permutations(_AXES),
 )
 _directive = st.one_of(
     st.builds(
@@ -81,11 +88,10 @@ _directive = st.one_of(
     ),
 )
 strategies = st.builds(
-    lambda split, rest, **more: piper.Strategy(
-        *split, *rest, mesh=piper.Mesh((2, 2, 2), ("pp", "dp", "ep")), **more
-    ),
+    lambda split, rest, **more: piper.Strategy(*split, *rest, **more),
     st.lists(_split, max_size=1),
     st.lists(_directive, max_size=5),
+    mesh=_mesh,
     loss=st.none() | _index | _name | st.lists(_name | _index, min_size=1, max_size=3),
     regions=st.none()
     | st.dictionaries(
