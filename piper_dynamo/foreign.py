@@ -12,6 +12,7 @@ Signature: the arguments of one of them -> the arguments of `piper.strategies.pi
 Precision.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -269,12 +270,16 @@ def _megatron_level(read: _Reader, faults: Faults) -> int:
     level: int = read.choice(
         "data_parallel_sharding_strategy", "no_shard", _MEGATRON_LEVELS, "has no counterpart"
     )
-    has_fsdp = read.switch("use_megatron_fsdp")
-    if read.switch("use_torch_fsdp2"):
+    has_fsdp, has_fsdp2 = read.switch("use_megatron_fsdp"), read.switch("use_torch_fsdp2")
+    shards_state = read.switch("use_distributed_optimizer")
+    if has_fsdp2 and (has_fsdp or shards_state):
+        other = "use_megatron_fsdp" if has_fsdp else "use_distributed_optimizer"
+        faults.say(f"use_torch_fsdp2 and {other} are both asked for; Megatron takes one of them")
+    if has_fsdp2:
         return 3
     if level and not has_fsdp:
         faults.say("data_parallel_sharding_strategy means nothing without use_megatron_fsdp")
-    return max(level, 1) if read.switch("use_distributed_optimizer") else level
+    return max(level, 1) if shards_state else level
 
 
 def _megatron_experts(read: _Reader, faults: Faults, replicas: int) -> int:
@@ -349,6 +354,18 @@ _IN_THE_LOOP = {
     "scheduler": "make it in the loop, of the optimizer there",
     "gradient_clipping": "call piper.clip_grad_norm_(step, max_norm) in the loop",
 }
+# How long gathered parameters stay, and how early they are gathered, by their default values.
+_RESIDENT = {
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 10**9,
+    "stage3_prefetch_bucket_size": 5 * 10**7,
+    "stage3_param_persistence_threshold": 10**5,
+    "stage3_model_persistence_threshold": sys.maxsize,
+}
+_RESIDENCE = (
+    "which gathered parameters stay is not counted in elements here; leave it out, or say it by "
+    "keep=, prefetch= and bucket_mb= of piper.strategies.pipeline(..., zero=3) or piper.Replicate"
+)
 _DEEPSPEED_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -441,9 +458,11 @@ def _deepspeed_zero(
     )
     part.without_effect("overlap_comm", "contiguous_gradients", "reduce_scatter", "sub_group_size")
     part.without_effect("allgather_partitions", "allgather_bucket_size", "round_robin_gradients")
-    part.without_effect("stage3_max_live_parameters", "stage3_max_reuse_distance")
-    part.without_effect("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     part.without_effect("stage3_gather_16bit_weights_on_model_save")
+    if level == 3:
+        part.refuse(_RESIDENCE, **_RESIDENT)
+    else:  # of the third level alone
+        part.without_effect(*_RESIDENT)
     found: dict[str, Any] = {"zero": level if replicas > 1 else 0}
     shards = part.take("mics_shard_size", -1)
     if shards != -1:

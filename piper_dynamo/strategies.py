@@ -299,8 +299,8 @@ def from_torchtitan(
         parallelism: The `[parallelism]` table of its configuration.
         world_size: How many ranks.
         local_batch_size: Rows that a replica is given, of `[training]`.
-        regions: The stages by module path; None: those of `module_fqns_per_model_part`, or the
-            model's own annotations.
+        regions: The stages by module path, as many as a looped schedule is to have; None: those of
+            `module_fqns_per_model_part`, or the model's own annotations.
         inputs: How each argument is split, see `Split`.
         loss: Which output is the loss, see `Strategy`.
 
@@ -392,6 +392,8 @@ def _foreign(
     asked = dict(meaning.pipeline)
     if regions is not None:
         asked["regions"] = regions
+        if asked.get("stages") is None:
+            asked["stages"] = _stages_said(regions, asked["schedule"], asked["ranks"])
     elif asked["ranks"] == 1:
         asked.setdefault("regions", {"*": {"PP": 0}})
     made = pipeline(**asked, inputs=inputs, loss=loss)
@@ -400,3 +402,12 @@ def _foreign(
     return Strategy(
         *made.directives, meaning.precision, mesh=made.mesh, loss=made.loss, regions=made.regions
     )
+
+
+def _stages_said(regions: Mapping[str, Mapping[str, int]], schedule: str, ranks: int) -> int | None:
+    """How many stages regions name, of a schedule that may have more than its smallest number."""
+    shape = SCHEDULES[schedule][1]
+    if shape not in (Shape.LOOP, None):
+        return None
+    count = len({tags.get("PP") for tags in regions.values() if isinstance(tags, Mapping)})
+    return count if count > (2 * ranks if shape is Shape.LOOP else ranks) else None

@@ -62,6 +62,21 @@ SAME: dict[str, tuple[Callable[[], piper.Strategy], piper.Strategy]] = {
             },
         ),
     ),
+    "torchtitan, stages of regions": (
+        lambda: from_torchtitan(
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "LoopedBFS"},
+            world_size=2,
+            local_batch_size=4,
+            regions={f"layers.{k}": {"PP": k} for k in range(6)},
+        ),
+        pipeline(
+            "gpipe",
+            ranks=2,
+            stages=6,
+            num_microbatches=4,
+            regions={f"layers.{k}": {"PP": k} for k in range(6)},
+        ),
+    ),
     "torchtitan, experts": (
         lambda: from_torchtitan(
             {
@@ -133,6 +148,10 @@ SAME: dict[str, tuple[Callable[[], piper.Strategy], piper.Strategy]] = {
             regions=ONE,
         ),
     ),
+    "megatron, FSDP2": (
+        lambda: from_megatron({"use_torch_fsdp2": True}, world_size=2),
+        pipeline(ranks=1, num_microbatches=1, replicas=2, zero=3, regions=ONE),
+    ),
     "megatron, instances": (
         lambda: from_megatron(
             {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
@@ -150,6 +169,8 @@ SAME: dict[str, tuple[Callable[[], piper.Strategy], piper.Strategy]] = {
                     "overlap_comm": True,
                     "reduce_bucket_size": 2**20,
                     "offload_param": None,
+                    "stage3_max_live_parameters": 1e9,  # as it is without
+                    "stage3_prefetch_bucket_size": 5e7,
                 },
                 "steps_per_print": 10,
             },
@@ -256,6 +277,34 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: from_megatron({"data_parallel_sharding_strategy": "optim"}, world_size=1),
         "without use_megatron_fsdp",
     ),
+    (
+        lambda: from_megatron(
+            {"use_torch_fsdp2": True, "use_distributed_optimizer": True}, world_size=2
+        ),
+        "use_torch_fsdp2 and use_distributed_optimizer are both asked for",
+    ),
+    *(
+        (
+            lambda name=name: from_deepspeed(
+                {"zero_optimization": {"stage": 3, name: 1000}}, world_size=2
+            ),
+            f"zero_optimization.{name}=1000: which gathered parameters stay",
+        )
+        for name in (
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+        )
+    ),
+    (
+        lambda: from_torchtitan(
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+            world_size=2,
+            regions={f"layers.{k}": {"PP": k} for k in range(5)},
+        ),
+        "stages=5: must be a multiple of ranks=2",
+    ),
     (lambda: from_deepspeed({"optimizer": {"type": "Adam"}}, world_size=1), "in the loop"),
     (lambda: from_deepspeed({"gradient_clipping": 1.0}, world_size=1), "clip_grad_norm_"),
     (
@@ -298,6 +347,12 @@ def test_what_has_no_counterpart_is_refused(make: Callable[[], Any], message: st
         make()
     first = str(caught.value).splitlines()[0]
     assert re.fullmatch(r"piper\.strategies\.from_\w+ at .*test_foreign\.py:\d+ is refused", first)
+
+
+def test_what_the_third_level_alone_reads_has_no_effect_below() -> None:
+    config = {"stage": 2, "stage3_param_persistence_threshold": 1000}
+    made = from_deepspeed({"zero_optimization": config}, world_size=2)
+    assert made.of(piper.Replicate)[0].zero == 2
 
 
 def test_all_faults_are_listed() -> None:
