@@ -322,6 +322,11 @@ def _place_backward(
         if there:
             of[node] = min(there, key=rank.__getitem__)
             continue
+        # Pieces of one region sum what it would have summed, in the one that runs last: what leaves
+        # them is the gradient of what came in, as of experts, which take rows and give them back.
+        if len({region.tags for region in sources}) == 1:
+            of[node] = min(sources, key=rank.__getitem__)
+            continue
         users = [of[u] for u in node.users if u in of]
         # The forward value was made in the last region, in forward order, that uses its gradient:
         # others made what passed through there unchanged, and come later in the backward.

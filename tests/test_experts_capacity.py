@@ -245,9 +245,29 @@ class EndedReference(capacity.Reference):
         return out * rows / rows.norm(dim=-1, keepdim=True)
 
 
+class Gated(Mixture):
+    """Two products take the same rows, whose gradient is the sum of both."""
+
+    def mix(self, h: Tensor, layer: int) -> Tensor:
+        weights, index = (h @ self.gate[layer] + self.shift).softmax(-1).topk(self.top)
+        sent, routing = piper.moe.dispatch(h, index, EXPERTS)
+        with piper.annotate("EP"):
+            gate = piper.moe.grouped_mm(sent, self.up[layer], routing).sigmoid()
+            inner = gate * piper.moe.grouped_mm(sent, self.down[layer].mT, routing)
+            out = piper.moe.grouped_mm(inner, self.down[layer], routing)
+        return piper.moe.combine(out, routing, weights)
+
+
+class GatedReference(capacity.Reference):
+    def expert(self, rows: Tensor, layer: int, expert: int) -> Tensor:
+        down = self.down[layer][expert]
+        return ((rows @ self.up[layer][expert]).sigmoid() * (rows @ down.T)) @ down
+
+
 REFERENCES: dict[type[Mixture], type[capacity.Reference]] = {
     Normed: NormedReference,
     Ended: EndedReference,
+    Gated: GatedReference,
 }
 
 
@@ -279,6 +299,22 @@ def check_normed(schedule: str, kind: type[Mixture] = Normed, **options: Any) ->
 def test_padding_does_not_poison_gradients(schedule: str, bucket_mb: float | None) -> None:
     """Buckets cut experts in two, so that one piece's rows are the other's."""
     check_normed(schedule, bucket_mb=bucket_mb)
+
+
+def test_pieces_of_experts_sum_the_gradient_of_their_rows() -> None:
+    """Each product is in a bucket of its own; what leaves the experts is combined rows alone."""
+    check_normed("one_f_one_b", Gated, bucket_mb=0.0001)
+    plan = piper.plan(
+        Gated(1),
+        piper.Strategy(
+            piper.Place({"PP": 0}, [0, 1]),
+            piper.Replicate({"PP": "*"}, bucket_mb=0.0001),
+            piper.Shard({"EP": "*"}),
+        ),
+        rows(12, 0),
+        2,
+    )
+    assert sum(str(region).startswith("PP0.EP0") for region in plan.dag.regions) == 2
 
 
 def test_masks_of_gradients_alone_are_enough_where_values_are_finite() -> None:
