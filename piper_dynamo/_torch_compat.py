@@ -52,7 +52,6 @@ __all__ = [
     "annotate",
     "assume_constant_result",
     "aten_backend",
-    "autocast_state",
     "boxed_codegen",
     "default_store",
     "drop_graph",
@@ -88,6 +87,7 @@ __all__ = [
     "target_name",
     "trace_forward",
     "trace_joint",
+    "trace_settings",
     "unmark_dynamic",
     "weakly_mark_dynamic",
     "with_bits",
@@ -433,10 +433,19 @@ def no_autocast() -> Iterator[None]:
         yield
 
 
-def autocast_state() -> str:
-    """What is cast automatically now, for a cache key."""
+def trace_settings() -> str:
+    """What beside a graph decides which operators a trace of it has, for a cache key."""
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    return " ".join(f"{k}:{torch.get_autocast_dtype(k)}" for k in kinds)
+    casts = " ".join(f"{k}:{torch.get_autocast_dtype(k)}" for k in kinds)
+    kernels: Any = torch.backends.cuda  # of attention; the same switches choose those of the CPU
+    switches = (
+        kernels.flash_sdp_enabled(),
+        kernels.mem_efficient_sdp_enabled(),
+        kernels.math_sdp_enabled(),
+        kernels.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return f"{casts} {switches} {torch.get_default_dtype()} {torch.get_default_device()}"
 
 
 def weakly_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

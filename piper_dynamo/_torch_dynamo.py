@@ -41,6 +41,26 @@ def guard_shared_parameters() -> None:
     dynamo_config.skip_no_tensor_aliasing_guards_on_parameters = False
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOW = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def hooks_of(module: torch.nn.Module) -> list[tuple[Any, str, bool]]:
+    """What is called around a module: the hook, which kind it is, and whether it takes kwargs."""
+    with_kwargs = {key for table in _HOW for key in getattr(module, table)}
+    return [
+        (hook, table, key in with_kwargs)
+        for table in _HOOKS
+        for key, hook in getattr(module, table).items()
+    ]
+
+
+def global_hooks() -> list[Any]:
+    """What is called around every module."""
+    tables = (getattr(torch.nn.modules.module, f"_global{table}") for table in _HOOKS)
+    return [hook for table in tables for hook in table.values()]
+
+
 def argument_names() -> tuple[dict[str, Sequence[str]], str]:
     """What wrappers of a forward hide: names of what its `*args` are, and the name of `**kwargs`.
 

@@ -15,9 +15,11 @@ from piper_dynamo.backend import graph_break, piper
 from piper_dynamo.errors import PiperCaptureError, PiperError, PiperPlanError, format_error
 from piper_dynamo.garbage import collect, resting_collector
 from piper_dynamo.ir.spec import is_library
+from piper_dynamo.looking import NotSymbolicError, to_look_at
 from piper_dynamo.options import Options, OptionsByLine
 from piper_dynamo.pending import settle, settle_bare
-from piper_dynamo.planning import Plan
+from piper_dynamo.plan_checks import refuse_unsupported
+from piper_dynamo.planning import Plan, split_of
 from piper_dynamo.runtime.world import communicator
 from piper_dynamo.state import stand_in
 from piper_dynamo.step import Session, StandIn, session
@@ -49,7 +51,8 @@ def compile(
     """
     if isinstance(strategy, Mapping):
         strategy = _of_world(strategy, communicator(options.get("timeout_s", 300.0)).world_size)
-    step = _step(model, strategy, options)
+    chosen = _options(strategy, options)
+    step = torch.compile(model, backend=piper, fullgraph=True, options=chosen)
     args, kwargs = _arguments(example_inputs)
     prepare(step, *args, **kwargs)
     return step
@@ -91,6 +94,9 @@ def plan(
 ) -> Plan:
     """The plan of a step, without devices, weights or processes; meta models are welcome.
 
+    A model that is planned again, under this or another strategy, is not captured again, unless it
+    or what forward reads has changed.
+
     Args:
         model: The single-device model.
         strategy: How the step is distributed.
@@ -131,12 +137,17 @@ def look(
     Raises:
         PiperError: The model, the strategy or the inputs are refused, or a plan is unsafe.
     """
-    step = _step(model, strategy, options)
+    chosen = _options(strategy, options)
+    split = split_of(strategy)
+    refuse_unsupported(strategy, split)
     with (
         stood_for(model, example_inputs) as (args, kwargs),
-        session(world_size, capture=capture) as now,
+        session(world_size, capture=capture, options=Options.of(chosen)) as now,
     ):
-        _call(step, now, args, kwargs)
+        try:
+            _call(to_look_at(model, None), now, args, kwargs)
+        except NotSymbolicError:
+            _call(to_look_at(model, split), now, args, kwargs)
     if not now.steps:
         raise PiperCaptureError("the model computes nothing on tensors: there is nothing to plan")
     return now
@@ -212,12 +223,13 @@ def _of_world(strategies: Mapping[int, Strategy], world_size: int) -> Strategy:
     return strategies[world_size]
 
 
-def _step(model: nn.Module, strategy: Strategy, options: dict[str, Any]) -> Any:
+def _options(strategy: Strategy, options: Mapping[str, Any]) -> OptionsByLine:
+    """What the backend is given."""
     if not isinstance(strategy, Strategy):
         raise PiperError(f"strategy is a {type(strategy).__name__}; give a piper.Strategy")
     chosen = OptionsByLine({**options, "strategy": strategy})
     Options.of(chosen)
-    return torch.compile(model, backend=piper, fullgraph=True, options=chosen)
+    return chosen
 
 
 @resting_collector()

@@ -51,21 +51,39 @@ def piper(
     chosen = Options.of(options)
     if chosen.strategy is None:
         return _one_device(gm, list(example_inputs), chosen)
+    split = split_of(chosen.strategy)
+    refuse_unsupported(chosen.strategy, split)
+    args, stores = read_call(gm, example_inputs)
+    if chosen.strategy.regions:
+        tag_by_path(gm, chosen.strategy.regions)
+    dims = data_dims(args, split)
+    if split.num_microbatches > 1:
+        make_batch_symbolic(gm, args, example_inputs, dims)
+    return CompiledStep(gm, args, chosen, training=is_training(args), stores=stores)
+
+
+def read_call(
+    gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> tuple[tuple[Arg, ...], dict[int, int]]:
+    """Make Dynamo's graph the whole of a call that a strategy can be applied to.
+
+    Returns:
+        Its arguments; which of them outputs stand for that forward assigns to buffers.
+
+    Raises:
+        PiperCaptureError: It is not the whole call, or has what no strategy works with.
+    """
     compat.raise_recompile_limit()
     dynamo.guard_shared_parameters()  # the guards are made after this
     _refuse_graph_break(gm)
-    refuse_unsupported(chosen.strategy, split_of(chosen.strategy))
     stores = take_stores(gm)
     inline_regions(gm)
-    if chosen.strategy.regions:
-        tag_by_path(gm, chosen.strategy.regions)
-    args = read_args(gm, example_inputs)
-    split = split_of(chosen.strategy)
-    dims = data_dims(args, split)
-    if split.num_microbatches > 1:
-        _make_batch_symbolic(gm, args, example_inputs, dims)
-    training = torch.is_grad_enabled() and any(a.requires_grad for a in args)
-    return CompiledStep(gm, args, chosen, training=training, stores=stores)
+    return read_args(gm, example_inputs), stores
+
+
+def is_training(args: Sequence[Arg]) -> bool:
+    """Whether what is traced now has a backward."""
+    return torch.is_grad_enabled() and any(a.requires_grad for a in args)
 
 
 def _one_device(gm: fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
@@ -142,7 +160,7 @@ def baked_in(name: str, size: int, at: str) -> str:
     )
 
 
-def _make_batch_symbolic(
+def make_batch_symbolic(
     gm: fx.GraphModule, args: tuple[Arg, ...], examples: Sequence[Any], dims: dict[int, int]
 ) -> None:
     """Trace again with symbols for the batch dims, unless they are symbols already.

@@ -133,7 +133,7 @@ class CapturedStep:
 def graph_key(gm: fx.GraphModule, args: tuple[Arg, ...]) -> str | None:
     """A text equal for equal graphs, or None where the graph holds tensors of its own."""
     lines = [repr([(a.kind.value, a.name, a.requires_grad) for a in args])]
-    lines.append(compat.autocast_state())
+    lines.append(compat.trace_settings())
     for name, module in gm.named_modules():  # the graph itself, and those nested in it
         if not isinstance(module, fx.GraphModule):
             continue

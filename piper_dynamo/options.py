@@ -23,8 +23,8 @@ class OptionsByLine(dict[str, Any]):
 
     Dynamo takes the code that it has where options are equal, and with it the strategy that this
     code was made for: errors would name the lines of that one. `torch.compile` copies what it is
-    given into a plain dict, so this holds for steps of `piper.compile`, `piper.plan` and
-    `piper.prepare`, which put these in its place.
+    given into a plain dict, so this holds for steps of `piper.compile` and `piper.prepare`, which
+    put these in its place.
     """
 
     def __eq__(self, other: object) -> bool:

@@ -68,9 +68,13 @@ class Session:
         steps: The compiled steps that the call reached.
         calls: What each was called with.
         plans: Their plans.
+        options: Those of a call that is only looked at; None where the step has its own.
+        made: The steps made of these, by what was captured.
     """
 
     world_size: int | None
+    options: Options | None = None
+    made: dict[object, "CompiledStep"] = field(default_factory=dict)
     loss: int | None = None
     probe: bool = False
     paths: dict[int, str] = field(default_factory=dict)
@@ -84,9 +88,13 @@ _sessions = threading.local()
 
 
 @contextmanager
-def session(world_size: int | None, *, capture: bool = False) -> Iterator[Session]:
+def session(
+    world_size: int | None, *, capture: bool = False, options: Options | None = None
+) -> Iterator[Session]:
     """Calls of compiled steps inside plan or prepare, and return stand-ins for their outputs."""
-    found = Session(world_size=world_size, capture=capture, steps=[], calls=[], plans=[])
+    found = Session(
+        world_size=world_size, options=options, capture=capture, steps=[], calls=[], plans=[]
+    )
     _sessions.now = found
     try:
         yield found
@@ -94,7 +102,8 @@ def session(world_size: int | None, *, capture: bool = False) -> Iterator[Sessio
         _sessions.now = None
 
 
-def _session() -> Session | None:
+def current_session() -> Session | None:
+    """The session that a call belongs to; None where it trains."""
     found: Session | None = getattr(_sessions, "now", None)
     return found
 
@@ -132,7 +141,7 @@ class CompiledStep(CapturedStep):
     def __call__(self, *values: Any) -> Any:
         """Run the program for these sizes; in a session, only plan or prepare it."""
         compat.unmark_dynamic()
-        now = _session()
+        now = current_session()
         if now is not None:
             return self._visit(now, values)
         refuse_meta(self._args, values)

@@ -6,7 +6,8 @@ decides (submodules inherit), and of several patterns for one module the longest
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -55,3 +56,20 @@ def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) ->
                 hint="patterns are fnmatch patterns over module paths, as in model.named_modules()",
             )
         )
+
+
+@contextmanager
+def tagged(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]] | None) -> Iterator[None]:
+    """While a graph is looked at, it has the tags of `regions`, as `tag_by_path` writes them."""
+    nodes = list(nodes_of(gm)) if regions else []
+    before = [node.meta.get("custom") for node in nodes]
+    try:
+        if regions:
+            tag_by_path(gm, regions)
+        yield
+    finally:
+        for node, tags in zip(nodes, before, strict=True):
+            if tags is None:
+                node.meta.pop("custom", None)
+            else:
+                node.meta["custom"] = tags

@@ -36,6 +36,7 @@ FACADE = frozenset(
             "examination",
             "finite",
             "look",
+            "looking",
             "loss_weights",
             "measure",
             "meeting",

@@ -9,12 +9,11 @@ Signature: model, inputs, devices, costs -> the best choices, and why the others
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from torch import fx, nn
+from torch import nn
 from tqdm import tqdm
 
 from piper_dynamo.api import look
@@ -24,7 +23,7 @@ from piper_dynamo.errors import PiperError, PiperStrategyError, format_error
 from piper_dynamo.footprint import held_before
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.joint import ArgKind
-from piper_dynamo.ir.tags import indices_of, nodes_of
+from piper_dynamo.ir.tags import indices_of
 from piper_dynamo.ir.task import Pass
 from piper_dynamo.passes.split import data_dims
 from piper_dynamo.planning import Plan, Template, split_of
@@ -36,7 +35,7 @@ from piper_dynamo.predict.stages import operators_of, regions_of
 from piper_dynamo.schedules import SCHEDULES, Schedule, Shape, name_of
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy
-from piper_dynamo.tagging import tag_by_path
+from piper_dynamo.tagging import tagged
 from piper_dynamo.values import Faults, user_line
 
 SMALL = 48  # so many choices are all planned
@@ -250,7 +249,7 @@ class _Job:
     def bound(self, choice: Choice) -> float:
         """What no step of a choice takes less than."""
         strategy = choice.strategy(self.regions(choice.stages), self._loss)
-        with _tagged(self._step.graph, strategy.regions):
+        with tagged(self._step.graph, strategy.regions):
             template = self._step.under(strategy).template(self._sized(choice))
         if id(template) not in self._known:
             self._known[id(template)] = template, self._costs_of(chunks_of(template))
@@ -273,7 +272,7 @@ class _Job:
     def found(self, choice: Choice, bound: float) -> Found:
         """A choice planned and simulated."""
         strategy = choice.strategy(self.regions(choice.stages), self._loss)
-        with _tagged(self._step.graph, strategy.regions):
+        with tagged(self._step.graph, strategy.regions):
             plan = self._step.under(strategy).planned(self._sized(choice), choice.pp * choice.dp)
         simulated = plan.simulate(self._costs_of(plan.chunks))
         return Found(
@@ -303,20 +302,3 @@ def _splits(strategy: Strategy) -> bool:
     """Whether orders name halves of backwards."""
     tasks = itertools.chain.from_iterable(g for o in strategy.of(Order) for g in o.groups)
     return any(task.tags.get("PASS") in (Pass.BI.value, Pass.BW.value) for task in tasks)
-
-
-@contextmanager
-def _tagged(graph: fx.GraphModule, regions: Regions | None) -> Iterator[None]:
-    """While the graph is looked at, it has the tags of the regions."""
-    nodes = list(nodes_of(graph))
-    before = [node.meta.get("custom") for node in nodes]
-    try:
-        if regions:
-            tag_by_path(graph, regions)
-        yield
-    finally:
-        for node, tags in zip(nodes, before, strict=True):
-            if tags is None:
-                node.meta.pop("custom", None)
-            else:
-                node.meta["custom"] = tags
