@@ -7,7 +7,8 @@ Signature: placed DAG -> the same DAG with order edges beside it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -20,12 +21,23 @@ from piper_dynamo.ir.task import Pass, RegionId, TaskName
 from piper_dynamo.passes.select import describe_misses, made_for, select
 
 
-def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
-    """The B tasks whose BI or BW some order names; they are split before anything else happens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """What orders say of backwards.
 
-    Raises:
-        PiperPlanError: One order names a backward as B and another, or the same, as BI or BW.
+    Attributes:
+        split: The B tasks whose BI or BW some order names; they are split before all else.
+        undecided: Those that some order also names as B; they stay whole.
+        refused: What is wrong with these, or None.
     """
+
+    split: AbstractSet[TaskName] = frozenset()
+    undecided: AbstractSet[TaskName] = frozenset()
+    refused: PiperPlanError | None = None
+
+
+def named_halves(orders: Sequence[Any], dag: Dag) -> Halves:
+    """Which backwards orders name by their halves; refused where one is also named whole."""
     backward: dict[TaskName, str] = {}
     whole: dict[TaskName, str] = {}
     tasks = [task_of(node).name for node in dag.tasks()]
@@ -46,18 +58,20 @@ def named_halves(orders: Sequence[Any], dag: Dag) -> set[TaskName]:
     for name in backward:
         if name in whole:
             both.setdefault((name.region, whole[name], backward[name]), []).append(name)
-    if both:
-        raise PiperPlanError(
-            join_faults(
-                "a backward is ordered both whole and split",
-                [
-                    f"{_together(same)}: as B at {as_whole}, as BI or BW at {as_halves}"
-                    for (_, as_whole, as_halves), same in both.items()
-                ],
-                hint='use PASS "B", or the pair "BI" and "BW", for one region and microbatch',
-            )
+    if not both:
+        return Halves(split=set(backward))
+    refused = PiperPlanError(
+        join_faults(
+            "a backward is ordered both whole and split",
+            [
+                f"{_together(same)}: as B at {as_whole}, as BI or BW at {as_halves}"
+                for (_, as_whole, as_halves), same in both.items()
+            ],
+            hint='use PASS "B", or the pair "BI" and "BW", for one region and microbatch',
         )
-    return set(backward)
+    )
+    undecided = {name for same in both.values() for name in same}
+    return Halves(split=set(backward) - undecided, undecided=undecided, refused=refused)
 
 
 def _together(names: Sequence[TaskName]) -> str:
@@ -107,33 +121,34 @@ class Order:
 
     name = "order"
 
-    def __init__(self, orders: Sequence[Any]) -> None:
+    def __init__(
+        self, orders: Sequence[Any], undecided: AbstractSet[TaskName] = frozenset()
+    ) -> None:
+        """Of `undecided` backwards it is not known whether they are split, nor said anything."""
         self._orders = orders
+        self._undecided = undecided
 
     def __call__(self, dag: Dag) -> None:
-        """Rewrite `dag` in place."""
+        """Rewrite `dag` in place.
+
+        Raises:
+            PiperPlanError: All that is wrong with the orders, and a cycle if they make one.
+        """
         faults: list[str] = []
+        is_doubled = False
         nodes = list(dag.tasks())
         by_mb: dict[int | None, list[Node]] = {}
         for node in nodes:
             name = task_of(node).name
             assert name is not None
             by_mb.setdefault(name.mb, []).append(node)
+        decided = [node for node in nodes if task_of(node).name not in self._undecided]
         grouped: dict[Node, list[tuple[int, int]]] = {}
         for number, order in enumerate(self._orders):
             groups: list[list[Node]] = []
             missing: list[Any] = []
             for group in order.groups:
-                found: list[Node] = []
-                for wanted in group:
-                    passes = _pass_values(wanted)
-                    if not dag.training and passes and "F" not in passes:
-                        continue  # a forward-only program keeps the order of its forwards
-                    matched = select(_pool(wanted, nodes, by_mb), wanted)
-                    if not matched:
-                        missing.append(wanted)
-                    found += matched
-                found = list(dict.fromkeys(found))  # several filters may match one task
+                found = self._tasks(group, dag, nodes, by_mb, missing)
                 if found:
                     groups.append(found)
                 if len(group) > 1:
@@ -143,18 +158,50 @@ class Order:
                 told = describe_misses(missing, dag, order.maker)
                 faults += [f"{_at(order)}: {one}" for one in told]
             faults += _same_devices(order, groups)
-            faults += _doubled(order, groups)
-            faults += _left_out(order, groups, nodes, dag.num_microbatches)
+            twice = _doubled(order, groups)
+            is_doubled |= bool(twice)
+            faults += twice
+            faults += _left_out(order, groups, decided, dag.num_microbatches)
             for before, after in pairwise(groups):
                 dag.orders += [(a, b, _at(order)) for a in before for b in after if a is not b]
+        # A task that comes twice waits for itself, which says nothing more.
+        cycle = "" if is_doubled else _cycle(dag)
         if faults:
-            raise PiperPlanError(
-                join_faults("an order cannot be kept", list(dict.fromkeys(faults)))
-            )
+            refused = join_faults("an order cannot be kept", list(dict.fromkeys(faults)))
+            raise PiperPlanError("\n".join(filter(None, (refused, cycle))))
+        if cycle:
+            raise PiperPlanError(cycle)
         for node, found_in in grouped.items():
             if len(found_in) == 1:  # in two orders' groups, a task is in no one's alone
                 node.meta["group"] = found_in[0]
-        check_acyclic(dag)
+
+    def _tasks(
+        self,
+        group: Sequence[Any],
+        dag: Dag,
+        nodes: list[Node],
+        by_mb: dict[int | None, list[Node]],
+        missing: list[Any],
+    ) -> list[Node]:
+        """The tasks of a group, each once; filters that match nothing go into `missing`."""
+        found: list[Node] = []
+        for wanted in group:
+            passes = _pass_values(wanted)
+            if not dag.training and passes and "F" not in passes:
+                continue  # a forward-only program keeps the order of its forwards
+            matched = select(_pool(wanted, nodes, by_mb), wanted)
+            if not matched and not self._names_undecided(wanted):
+                missing.append(wanted)
+            found += matched
+        return list(dict.fromkeys(found))
+
+    def _names_undecided(self, wanted: Any) -> bool:
+        """Whether a filter would match one, if it were as the filter wants it."""
+        return any(
+            wanted.matches({**dict(name.tags), "PASS": which})
+            for name in self._undecided
+            for which in ("B", "BI", "BW")
+        )
 
 
 def _pool(wanted: Any, nodes: list[Node], by_mb: dict[int | None, list[Node]]) -> list[Node]:
@@ -168,7 +215,8 @@ def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:
     devices: dict[tuple[int, ...], Node] = {}
     for group in groups:
         for node in group:
-            devices.setdefault(task_of(node).devices, node)
+            if task_of(node).devices:  # else it is misplaced, which is told by itself
+                devices.setdefault(task_of(node).devices, node)
     if len(devices) <= 1:
         return []
     shown = ", ".join(f"{task_of(n).name} on {d}" for d, n in list(devices.items())[:4])
@@ -204,7 +252,8 @@ def _left_out(
     """
     if not groups:
         return []
-    devices = task_of(groups[0][0]).devices
+    homes = (task_of(node).devices for group in groups for node in group)
+    devices = next(filter(None, homes), ())  # a task without is misplaced, which is told by itself
     named = {node for group in groups for node in group}
     started: set[tuple[Any, str]] = set()
     missing: list[tuple[TaskName, set[tuple[Any, str]]]] = []
@@ -232,11 +281,10 @@ def _halves(which: Pass) -> tuple[str, ...]:
     return ("BI", "BW") if which is Pass.B else (which.value,)
 
 
-def check_acyclic(dag: Dag) -> None:
-    """Refuse orders that contradict the dataflow or each other.
+def _cycle(dag: Dag) -> str:
+    """What is wrong with orders that contradict the dataflow or each other; empty if none does.
 
-    Raises:
-        PiperPlanError: Shows a shortest cycle: which task waits for which, and why.
+    It shows a shortest cycle: which task waits for which, and why.
     """
     tasks = [n for n in dag.graph.nodes if n.meta.get("task") is not None]
     index = {node: i for i, node in enumerate(tasks)}
@@ -257,7 +305,7 @@ def check_acyclic(dag: Dag) -> None:
             ordered[edge] = where
     cycle = find_cycle(successors)
     if not cycle:
-        return
+        return ""
     edges = list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
     lines, hint = [], "change the order of one of these tasks"
     for earlier, later in edges:
@@ -270,14 +318,14 @@ def check_acyclic(dag: Dag) -> None:
                 "microbatches that change a buffer run one after the other on all of its ranks: "
                 "order them so, or keep the buffer as it is (eval mode, track_running_stats=False)"
             )
-    ranks = {task_of(tasks[i]).devices for i in cycle}
+    ranks = {devices for i in cycle if (devices := task_of(tasks[i]).devices)}
     title = (
         "the orders deadlock: tasks wait for one another across ranks"
         if len(ranks) > 1
         else "an order contradicts the dataflow or another order"
     )
     asked = _orders_of([(ordered.get(edge, ""), *(tasks[i] for i in edge)) for edge in edges])
-    raise PiperPlanError(format_error(title, {**asked, "cycle": "\n".join(lines)}, hint=hint))
+    return format_error(title, {**asked, "cycle": "\n".join(lines)}, hint=hint)
 
 
 def _orders_of(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
@@ -293,7 +341,8 @@ def _orders_of(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
         if where:
             first, last = task_of(run[0][1]), task_of(run[-1][2])
             ranks = ",".join(map(str, first.devices))
-            found.append(f"the Order at {where}: {first} before {last}, on rank {ranks}")
+            on = f", on rank {ranks}" if ranks else ""
+            found.append(f"the Order at {where}: {first} before {last}{on}")
     if not found:
         return {}
     return {"contradict" if len(found) > 1 else "asked": "\n".join(dict.fromkeys(found))}
@@ -313,4 +362,4 @@ def _line(node: Node) -> str:
     task = task_of(node)
     ranks = ",".join(map(str, task.devices))
     where = f" [{task.where}]" if task.where else ""
-    return f"rank {ranks} {task}{where}"
+    return f"{f'rank {ranks} ' if ranks else ''}{task}{where}"

@@ -1,7 +1,7 @@
 """A plan: the whole job of one step, made without devices, weights or processes.
 
-One capture serves many strategies: the template (the one-microbatch DAG and its chunks) is kept by
-what was captured, and another strategy over the same model starts from it.
+One capture serves many strategies (`looking.py`), and one template (the one-microbatch DAG and its
+chunks) all that ask for the same of a microbatch: what differs is where and when things run.
 """
 
 import hashlib
@@ -39,12 +39,13 @@ from piper_dynamo.passes.cast import Cast
 from piper_dynamo.passes.check import value_checker
 from piper_dynamo.passes.cut import cut
 from piper_dynamo.passes.kernels import substitute
-from piper_dynamo.passes.order import Order, named_halves
+from piper_dynamo.passes.order import Halves, Order, named_halves
 from piper_dynamo.passes.partition import Partitioner
 from piper_dynamo.passes.pieces import Cuts
 from piper_dynamo.passes.pipeline import GraphPass, run_passes, verify_level
 from piper_dynamo.passes.place import Place, Placement
 from piper_dynamo.passes.recompute import check_budgets
+from piper_dynamo.passes.refusals import PlaceOrRefuse
 from piper_dynamo.passes.regions import find_regions
 from piper_dynamo.passes.replicate import Replicate
 from piper_dynamo.passes.shard import Shard
@@ -543,19 +544,22 @@ def make_plan(  # noqa: PLR0913
         for p in strategy.of(PlaceDirective)
     ]
     copies, experts = replications(strategy), shardings(strategy)
-    halves: list[GraphPass] = [SplitBackward(named_halves(orders, dag) if dag.training else set())]
-    run_passes(dag, halves, check_values=template.check, done=len(first), total=NUM_PASSES)
+    halves = named_halves(orders, dag) if dag.training else Halves()
+    split_up: list[GraphPass] = [SplitBackward(halves.split)]
+    run_passes(dag, split_up, check_values=template.check, done=len(first), total=NUM_PASSES)
     meaning = meaning_of(dag)
+    place = Place(placements, world_size, sharers=[*copies, *experts])
+    ordering = Order(orders, halves.undecided)
     rest: list[GraphPass] = [
-        Place(placements, world_size, sharers=[*copies, *experts]),
+        PlaceOrRefuse(place, halves, ordering),
         Tie(),
         Shard(experts),
         Replicate(copies, sync=sync),
         Cast(rules_of(strategy)),
         Transfer(outputs_everywhere=outputs_everywhere),
-        Order(orders),
+        ordering,
     ]
-    done = len(first) + len(halves)
+    done = len(first) + len(split_up)
     run_passes(dag, rest, check_values=template.check, done=done, total=NUM_PASSES)
     meaning = as_placed(meaning, dag)
     if dag.training and dag.loss is None:

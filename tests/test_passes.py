@@ -470,7 +470,10 @@ def order_at(line: int, *groups: object) -> piper.Order:
 def halves(*orders: piper.Order) -> set[str]:
     stages = traced()
     split(stages)(stages.dag)
-    return {str(name) for name in named_halves(orders, stages.dag)}
+    found = named_halves(orders, stages.dag)
+    if found.refused is not None:
+        raise found.refused
+    return {str(name) for name in found.split}
 
 
 def test_named_halves():

@@ -6,6 +6,7 @@ have (signals, sockets, deadlines) is tried with processes.
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,21 +29,25 @@ from tests.replicas import LINE
 
 # Both peers send first.
 
+LONG = (
+    "F0.0 F0.1 F2.0 F0.2 F2.1 F0.3 F2.2 B2.0 F2.3 B0.0 B2.1 B0.1 B2.2 B0.2 B2.3 B0.3",
+    "F1.0 F1.1 F3.0 F1.2 F3.1 B3.0 F1.3 F3.2 B3.1 B1.0 F3.3 B3.2 B1.1 B3.3 B1.2 B1.3",
+)
 BOTH_WAYS = {
-    "v": (V2, "F0.0 F0.1 F3.0 B3.0 F3.1 B3.1 B0.0 B0.1", "F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 B2.1 B1.1"),
-    "loop": (
-        LOOP2,
-        "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1",
-        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1",
+    "v": (
+        V2,
+        "F0.0 F0.1 F3.0 B3.0 F0.2 F3.1 B3.1 B0.0 F0.3 F3.2 B3.2 B0.1 F3.3 B3.3 B0.2 B0.3",
+        "F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 F1.2 F2.2 B2.1 B1.1 F1.3 F2.3 B2.2 B1.2 B2.3 B1.3",
     ),
+    "loop": (LOOP2, *LONG),
 }
 
 
 def two_stages_per_rank(shape: str) -> piper.Strategy:
-    """1F1B by hand of four stages on two ranks, two microbatches."""
+    """1F1B by hand of four stages on two ranks, four microbatches."""
     placement, *texts = BOTH_WAYS[shape]
     return piper.Strategy(
-        piper.Split({}, num_microbatches=2), *jobs.places(placement), *by_hand(*texts)
+        piper.Split({}, num_microbatches=4), *jobs.places(placement), *by_hand(*texts)
     )
 
 
@@ -59,7 +64,7 @@ def test_neighbours_that_send_to_each_other_finish(shape: str) -> None:
 
 def sent_both_ways(shape: str, megabytes: int) -> tuple[float, float]:
     """Loss and norm with activations of so much; 0 for those of F1."""
-    width = max(megabytes * 2**20 // 8 // 4 // 4, 1)
+    width = max(megabytes * 2**20 // 8 // 4 // 2, 1)  # two rows of four float64
     model = Wide(width) if megabytes else Stack4(4)
     step = piper.compile(model, two_stages_per_rank(shape), example_inputs=EIGHT, timeout_s=60.0)
     loss = step(*EIGHT)
@@ -91,18 +96,13 @@ class Wide(nn.Module):
     + [pytest.param("loop", size, marks=pytest.mark.slow) for size in (0, 32)],
 )
 def test_processes_that_send_to_each_other_finish(pool: Pool, shape: str, megabytes: int) -> None:
-    """R08, on gloo, where sends that block both ways deadlock: of 16 bytes a row, and of 32 MB."""
+    """R08, on gloo, where sends that block both ways deadlock: of 64 bytes, and of 32 MB."""
     for loss, norm in pool.values(sent_both_ways, shape, megabytes):
         assert loss == about(F1.LOSS)
         assert norm == about(F1.NORM)
 
 
 # Receives that are posted early.
-
-LONG = (
-    "F0.0 F0.1 F2.0 F0.2 F2.1 F0.3 F2.2 B2.0 F2.3 B0.0 B2.1 B0.1 B2.2 B0.2 B2.3 B0.3",
-    "F1.0 F1.1 F3.0 F1.2 F3.1 B3.0 F1.3 F3.2 B3.1 B1.0 F3.3 B3.2 B1.1 B3.3 B1.2 B1.3",
-)
 
 
 def looped(*texts: str) -> piper.Strategy:
@@ -283,6 +283,9 @@ def test_fewer_microbatches_than_stages_are_right(schedule: str, microbatches: i
 # A rank that fails.
 
 CALLS = {"count": 0}
+STAMP = "the second step begins at"
+TIMEOUT_S = 6.0
+A_FEW_S = 10.0  # for two cores, which also end processes and their transport
 
 
 @torch.library.custom_op("faults::fragile", mutates_args=())
@@ -318,10 +321,11 @@ def two_steps(act: Callable[[], None] = lambda: None, build: type[Stack4] = Stac
     """A good step, then `act` on the second rank, and a second step."""
     CALLS["count"] = 0
     wanted = jobs.strategy(LINE2, 2, "one_f_one_b")
-    step = piper.compile(build(2), wanted, example_inputs=EIGHT, timeout_s=6.0)
+    step = piper.compile(build(2), wanted, example_inputs=EIGHT, timeout_s=TIMEOUT_S)
     CALLS["count"] = 0
     step(*EIGHT).backward()
     if piper.rank() == 1:
+        print(f"{STAMP} {time.time()}", flush=True)
         act()
     step(*EIGHT).backward()
 
@@ -363,13 +367,19 @@ def test_an_error_in_a_step_names_rank_stage_microbatch_and_line() -> None:
     ],
     ids=["raises", "dies", "sleeps"],
 )
-def test_a_rank_that_fails_ends_the_launch(job: Callable[[], None], words: tuple[str, ...]) -> None:
-    """R14, with processes: within the deadline and some seconds, the first failure told last."""
-    start = time.monotonic()
-    text = jobs.refusal(lambda: piper.launch(job, 2, timeout_s=6.0), piper.PiperRuntimeError)
-    seconds = time.monotonic() - start
+def test_a_rank_that_fails_ends_the_launch(
+    job: Callable[[], None], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """R14, with processes: within the deadline and a few seconds, the first failure told last."""
+    text = jobs.refusal(
+        lambda: piper.launch(job, 2, timeout_s=TIMEOUT_S, logs=tmp_path), piper.PiperRuntimeError
+    )
+    ended = time.time()
     jobs.mentions(text, *words)
-    assert seconds < 60, f"told after {seconds:.0f} s:\n{text}"
+    said = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    (began,) = re.findall(rf"{STAMP} ([\d.]+)", said)
+    seconds = ended - float(began)
+    assert seconds < TIMEOUT_S + A_FEW_S, f"told after {seconds:.1f} s:\n{text}"
 
 
 # More inputs of the kind.

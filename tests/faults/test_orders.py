@@ -93,6 +93,44 @@ def test_all_faults_are_told_at_once() -> None:
     jobs.mentions(text, "comes twice", "7", "leaves out B.PP2.MB1")
 
 
+TWICE = (*jobs.places(V2), piper.Place({"PP": 1}, [0]))
+HALVED = GOOD[1].replace("B2.0", "BI2.0 BW2.0")
+
+
+def test_faults_of_placements_and_orders_are_told_together() -> None:
+    """R69, (a) a task left out, (b) one doubled, (d) one of no stage, (e) a stage of both ranks."""
+    first = GOOD[0].replace("F0.0", "F0.0 F0.0") + " F7.0"
+    text = refused(first, GOOD[1].replace(" B2.1", ""), places=TWICE)
+    jobs.mentions(text, "PP1 is placed twice", "[0]", "[1]", "test_orders.py")
+    jobs.mentions(text, "comes twice", "PP=7", "leaves out B.PP2.MB1")
+    assert "F.PP1" not in text, text  # which rank's it is, is not known
+    assert "B.PP1" not in text, text
+
+
+def test_a_cycle_is_told_with_other_faults() -> None:
+    """R69, (f) with (a) and (e): orders that wait for one another, beside what else is wrong."""
+    second = "F1.0 F2.1 F1.1 F2.0 B2.0 B1.0 B1.1"
+    text = refused(GOOD[0], second, places=TWICE)
+    jobs.mentions(text, "PP1 is placed twice", "leaves out B.PP2.MB1")
+    jobs.mentions(text, "F.PP2.MB1", "waits for", "F.PP1.MB1", "rank 1")
+    alone = refused(GOOD[0], second)
+    jobs.mentions(alone, "an order cannot be kept", "leaves out B.PP2.MB1", "waits for")
+    assert "placed twice" not in alone
+
+
+def test_a_backward_named_whole_and_split_is_told_with_other_faults() -> None:
+    """R69, halves and wholes of one backward, with (a) and (e)."""
+    second = HALVED.replace(" B1.1", "") + " B2.0"
+    text = refused(GOOD[0], second, places=TWICE)
+    jobs.mentions(text, "a backward is ordered both whole and split", "B.PP2.MB0")
+    jobs.mentions(text, "PP1 is placed twice")
+    assert "matches nothing" not in text, text
+    alone = refused(GOOD[0], second.replace(" B2.1", ""))
+    jobs.mentions(alone, "both whole and split", "B.PP2.MB0", "leaves out B.PP1.MB1")
+    assert "placed twice" not in alone
+    assert "matches nothing" not in alone, alone
+
+
 # More inputs of the kind.
 
 
