@@ -19,10 +19,6 @@ DRIVER = shutil.which("chromedriver")
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-WHY_NOT = (
-    "no Chromium with chromedriver here, so that pages are not looked at: "
-    "install both (Debian: chromium chromium-driver)"
-)
 START_S = 60.0
 
 

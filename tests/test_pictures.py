@@ -18,6 +18,7 @@ from piper_dynamo.timeline import BEFORE, CATEGORIES, Event, Message, Timeline
 from tests import jobs
 from tests.jobs import LINE2, LINE4
 from tests.models import Stack4, rows
+from tests.programs import VARIABLE, need
 
 
 @pytest.fixture(autouse=True)
@@ -229,8 +230,19 @@ def test_graph_as_text(tmp_path: Path):
     assert "F_PP0_MB0 -> F_PP0_MB1 [style=dashed" in text
 
 
-@pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed: no SVG of it")
+def test_programs_that_must_be_here_are_not_skipped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    need(graphviz="/usr/bin/dot")
+    with pytest.raises(pytest.skip.Exception, match="not here: chromium-driver"):
+        need(graphviz="/usr/bin/dot", chromium_driver=None)
+    monkeypatch.setenv(VARIABLE, "1")
+    need(graphviz="/usr/bin/dot")
+    with pytest.raises(pytest.fail.Exception, match=f"not here: graphviz.*{VARIABLE}=1"):
+        need(graphviz=None)
+
+
 def test_graph_as_picture(tmp_path: Path):
+    need(graphviz=shutil.which("dot"))
     path = tmp_path / "plan.svg"
     plan().draw(path)
     found = {"".join(e.itertext()).strip() for e in ET.parse(path).iter() if e.tag.endswith("text")}

@@ -12,6 +12,7 @@ import pytest
 from piper_dynamo.pictures import save
 from piper_dynamo.timeline import CATEGORIES, Event, Message, Timeline
 from tests import browser as browsing
+from tests.programs import need
 from tests.test_timeline import pipeline
 
 LEFT = 118  # pixels of the ranks' names
@@ -77,8 +78,7 @@ def test_times_of_a_page_are_in_its_unit(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def window() -> Iterator[browsing.Browser]:
-    if browsing.DRIVER is None or browsing.BROWSER is None:
-        pytest.skip(browsing.WHY_NOT)
+    need(chromium=browsing.BROWSER, chromium_driver=browsing.DRIVER)
     with browsing.browser() as found:
         yield found
 
