@@ -34,7 +34,7 @@ help:
 	@echo "make test    lint, then the tests (ARGS=... to pytest)"
 	@echo "make test-slow   the wide sweeps"
 	@echo "make test-torch TORCH=2.11.0   the tests with another torch, in an environment of its own"
-	@echo "make test-models   models of transformers and peft, and of kinds that users have"
+	@echo "make test-models   the models of examples/: of transformers and peft, and of kinds that users have"
 	@echo "make fuzz    random jobs and wrong programs (ARGS='--plans 1000 --seed 7')"
 	@echo "make fuzz-train   random trainings beside one process (ARGS='--trainings 1000 --seed 7')"
 	@echo "make soak    a training that fails in every way, again and again (ARGS='--tries 2'; root for links and disks)"
@@ -91,6 +91,13 @@ MODELS_PY = $(if $(PYTHON),$(PYTHON),$(MODELS_VENV)/bin/python)
 test-models:
 	@$(if $(PYTHON),:,$(MAKE) --no-print-directory env VENV=$(MODELS_VENV) \
 		INSTALL="-c constraints.txt -e '.[test,models]'")
+	@for one in transformers peft; do \
+		$(MODELS_PY) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$$one'))" || { \
+			echo "$(MODELS_PY) has no $$one, so that its models would be left out"; \
+			echo "hint: install the extra 'models' there, or leave out PYTHON="; \
+			exit 2; \
+		}; \
+	done
 	$(MODELS_PY) -m pytest $(SHARED_OUT) tests/test_examples.py tests/test_zoo.py $(ARGS)
 
 test-slow: $(READY)

@@ -1,4 +1,4 @@
-"""A Qwen3 of transformers, untouched: four stages on two ranks in a V, split backwards."""
+"""A Qwen3 of transformers, untouched: four stages on two ranks in a V, split backwards, ZeRO-1."""
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -37,6 +37,8 @@ def strategy():
         "zbv",
         ranks=2,
         num_microbatches=4,
+        replicas=2,
+        zero=1,
         loss="loss",
         regions={
             "model.embed_tokens": {"PP": 0},
@@ -66,5 +68,5 @@ def train(steps=10):
 
 
 if __name__ == "__main__":
-    losses = piper.launch(train, ranks=2)[0]
+    losses = piper.launch(train, ranks=4)[0]
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

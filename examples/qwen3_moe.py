@@ -29,11 +29,9 @@ def model():
             moe_intermediate_size=24,
             num_hidden_layers=4,
             num_attention_heads=4,
-            num_key_value_heads=2,
             head_dim=8,
             num_experts=4,
             num_experts_per_tok=2,
-            max_position_embeddings=64,
             experts_implementation="piper",
         )
     )

@@ -126,21 +126,28 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
 
 
 _SYMBOL = re.compile(r"\b(zu?f|u)\d+\b")
+# By what the reason of a graph break says.
+_HINTS = {
+    "data-dependent": (
+        "choose between values by torch.where, or decide before the call and pass the decision "
+        "as an argument; without a strategy, graph breaks work"
+    ),
+    "flexattention": (
+        "write it as scaled_dot_product_attention with attn_mask=: what score_mod adds to scores, "
+        "a mask adds, too"
+    ),
+}
+_ANY_HINT = (
+    "move the statement out of forward (prints, .item(), data-dependent ifs, other libraries); "
+    "without a strategy, graph breaks work"
+)
 
 
 def graph_break(where: str, why: str) -> str:
     """That a call under a strategy cannot be one graph, where, and what to do."""
     # Symbols such as zuf0 stand for what a tensor holds, and have no name in the user's code.
     why = _SYMBOL.sub("a tensor's value", why.partition(" (unhinted")[0])
-    hint = (
-        "move the statement out of forward (prints, .item(), data-dependent ifs, "
-        "other libraries); without a strategy, graph breaks work"
-    )
-    if "data-dependent" in why.lower():
-        hint = (
-            "choose between values by torch.where, or decide before the call and pass the "
-            "decision as an argument; without a strategy, graph breaks work"
-        )
+    hint = next((text for words, text in _HINTS.items() if words in why.lower()), _ANY_HINT)
     return format_error(
         "graph break: a strategy needs the whole call in one graph",
         {"at": where, "why": why},

@@ -147,8 +147,8 @@ def _refuse_graphs(graph: fx.Graph) -> None:
                 format_error(
                     f"{operator_name(node)} calls graphs of its own, which a strategy cannot place",
                     {"at": user_line(node) or "unknown line"},
-                    hint="write it with ordinary operators, such as torch.where between values or "
-                    "scaled_dot_product_attention with a mask; without a strategy it works",
+                    hint="write it with ordinary operators: torch.where between values, or "
+                    "scaled_dot_product_attention with attn_mask=; without a strategy it works",
                 )
             )
 

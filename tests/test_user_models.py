@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Op
-from tests import jobs, zoo, zoo_models
+from tests import example, jobs, zoo
 from tests.models import fill, rows, xin
-from tests.zoo_models import Decoder, Nested, Rounded
 
 # Torch's own, while Dynamo traces.
 pytestmark = [
@@ -136,8 +135,8 @@ def test_similarities_of_all_pairs_are_not_joined() -> None:
 
 def test_gradients_alone_cross_where_a_custom_function_is_at_a_border() -> None:
     """What its forward saved stays where it was made."""
-    subject = zoo_models.subject(Rounded)
-    strategy = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions=Rounded.REGIONS)
+    subject, regions = example.subject("autograd_function"), example.regions("autograd_function")
+    strategy = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions=regions)
     plan = piper.plan(subject.build(), strategy, subject.batch(0, 0))
     sent = [
         [instr.spec.dtype for instr in program.instrs if instr.op is Op.SEND and instr.spec]
@@ -149,11 +148,17 @@ def test_gradients_alone_cross_where_a_custom_function_is_at_a_border() -> None:
 
 def test_calls_of_one_nested_region_are_told_apart() -> None:
     """Each belongs to its own module: the plan is that of the model without the mark."""
-    plans = []
-    for model in (Decoder, Nested):
-        subject = zoo_models.subject(model)
-        strategy = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions=model.REGIONS)
-        plans.append(piper.plan(subject.build(), strategy, subject.batch(0, 0)))
+    nested: Any = example.load("nested_region").Nested
+
+    class Unmarked(nested):  # type: ignore[misc]
+        def once(self, block: nn.Module, x: Tensor) -> Tensor:
+            found: Tensor = block(x)
+            return found
+
+    regions = example.regions("nested_region")
+    strategy = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions=regions)
+    batch = example.subject("nested_region").batch(0, 0)
+    plans = [piper.plan(model().double(), strategy, batch) for model in (Unmarked, nested)]
     held = [
         [sorted(plan.args[p].name for _, p in program.state) for program in plan.programs]
         for plan in plans

@@ -42,15 +42,30 @@ class Subject:
     loss_of: Callable[[Any], Tensor] = lambda output: output
     whole: tuple[str, ...] = ()
 
+    def calls(self, *, training: bool, count: int = 2) -> tuple[nn.Module, list[Any]]:
+        """The model, in training or evaluation, and calls of it."""
+        return self.build().train(training), [((), dict(self.batch(k, 0))) for k in range(count)]
+
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """What a run leaves: of each parameter the rows that are here, with the number of the first."""
+    """What a run leaves.
+
+    Attributes:
+        losses: Of the steps.
+        norms: Of the gradients, before they are clipped.
+        params: Of each parameter the rows that are here, with the number of the first.
+        buffers: As they are here. Of a reference: those of all replicas, each on its own data.
+        replica: Whose data it had.
+        first: Of a reference: the buffers before the first step.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     params: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    replica: int = 0
+    first: dict[str, Tensor] = field(default_factory=dict)
 
 
 def doubled(value: Any) -> Any:
@@ -81,23 +96,33 @@ def reference(
     factor: float = 1.0,
 ) -> Trace:
     """The eager run; `factor` on the gradients makes a wrong one for the controls."""
-    model, trace = subject.build(), Trace()
+    model = subject.build()
+    trace = Trace(first=buffers_of(model))
+    own = [buffers_of(model) for _ in range(replicas)]
     for make in optimizers:
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         for k in range(steps):
             total = 0.0
             for replica in range(replicas):
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(own[replica][name])
                 for part in microbatches(subject, subject.batch(k, replica), count):
                     loss = subject.loss_of(model(**part)) / (replicas * count)
                     (loss * factor).backward()
                     total += loss.item()
+                own[replica] = buffers_of(model)
             trace.losses.append(total)
             trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
             optimizer.step()
             optimizer.zero_grad()
     trace.params = {n: (0, p.detach()) for n, p in model.named_parameters()}
-    trace.buffers = dict(model.named_buffers())
+    trace.buffers = {n: torch.stack([kept[n] for kept in own]) for n in trace.first}
     return trace
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def train(
@@ -109,9 +134,9 @@ def train(
     **options: Any,
 ) -> Trace:
     """The run of one rank."""
-    trace = Trace()
     step = piper.compile(subject.build(), wanted, subject.batch(0, 0), **options)
     at = piper.data_rank(step)
+    trace = Trace(replica=at)
     for make in optimizers:
         optimizer = make(piper.parameters(step))
         for k in range(steps):
@@ -126,6 +151,7 @@ def train(
         if record is not None and record.held:
             first = record.block.start if record.block is not None else 0
             trace.params[name] = first, compat.local_tensor(record.stepped(param)).clone()
+    trace.buffers = buffers_of(module_of(step))
     return trace
 
 
@@ -159,6 +185,9 @@ def check(
 def compare(ranks: Sequence[Trace], want: Trace, tolerance: float) -> None:
     """Losses and norms are the reference's on all ranks, and so are all rows of every parameter.
 
+    A buffer is that of its replica in the reference on the ranks that run what changes it, of which
+    each replica has one, and as it was at first on the others.
+
     Raises:
         AssertionError: Names what differs, on which rank and by how much.
     """
@@ -176,8 +205,16 @@ def compare(ranks: Sequence[Trace], want: Trace, tolerance: float) -> None:
             seen[name][first : first + count] = True
             part = whole[first : first + count] if whole.dim() else whole
             jobs.close(rows, part, f"{where}rows of {name}", tolerance)
+        for name, value in got.buffers.items():
+            if not torch.equal(value, want.first[name]):
+                own = want.buffers[name][got.replica]
+                jobs.close(value, own, f"{where}buffer {name}", tolerance)
     missing = [name for name, rows in seen.items() if not bool(rows.all())]
     assert not missing, f"no rank holds all of {missing}"
+    for name, first in want.first.items():
+        followed = {got.replica for got in ranks if not torch.equal(got.buffers[name], first)}
+        changed = {r for r, own in enumerate(want.buffers[name]) if not torch.equal(own, first)}
+        assert followed == changed, f"buffer {name}: changed for replicas {followed}, not {changed}"
 
 
 def leaves(output: Any) -> list[Tensor]:
