@@ -23,15 +23,17 @@ MARK = "piper: an instruction has been issued"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """The most bytes of what was allocated during a call.
+    """Bytes of what was allocated during a call.
 
     Attributes:
-        between: After any instruction of a recorded step.
-        ever: At any moment.
+        between: The most after any instruction of a recorded step.
+        ever: The most at any moment.
+        left: At its end.
     """
 
     between: int
     ever: int
+    left: int
 
 
 def allocated(call: Callable[[], Any]) -> Allocated:
@@ -50,7 +52,7 @@ def allocated(call: Callable[[], Any]) -> Allocated:
         elif event["args"]["Device Type"] == 0:
             now += event["args"]["Bytes"]
             ever = max(ever, now)
-    return Allocated(between=between, ever=ever)
+    return Allocated(between=between, ever=ever, left=now)
 
 
 @contextmanager

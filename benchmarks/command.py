@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import click
@@ -10,6 +12,7 @@ import torch
 from benchmarks.paired import PAIRS
 from benchmarks.report import Row, machine, table, write
 
+Section = Callable[..., Iterator[Row]]
 Names = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
@@ -48,10 +51,33 @@ def pairs() -> Callable[[Any], Any]:
     return click.option(
         "--pairs",
         type=click.IntRange(min=1),
-        default=PAIRS,
-        show_default=True,
+        show_default=f"{PAIRS}; fewer where each is a job of its own",
         help="Paired measurements per comparison; fewer than the default decide nothing.",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Fewer:
+    """A section of comparisons that have fewer pairs unless their number is asked for.
+
+    Attributes:
+        pairs: How many.
+        rows: The section; it takes a number of pairs first.
+    """
+
+    pairs: int
+    rows: Section
+
+    def __call__(self, pairs: int, *more: Any) -> Iterator[Row]:
+        """The section's rows."""
+        return self.rows(pairs, *more)
+
+
+def pairs_of(section: Section, asked: int | None) -> int:
+    """How many pairs a section's comparisons have; `asked` is the option --pairs."""
+    if asked is not None:
+        return asked
+    return section.pairs if isinstance(section, Fewer) else PAIRS
 
 
 def json_path() -> Callable[[Any], Any]:
@@ -59,21 +85,30 @@ def json_path() -> Callable[[Any], Any]:
     return click.option("--json", "path", help="Also write the rows to this file.")
 
 
-def of_sections(sections: Mapping[str, Callable[[], Iterator[Row]]]) -> click.Command:
-    """The command of a benchmark whose sections take no options."""
+def of_sections(sections: Mapping[str, Section]) -> click.Command:
+    """The command of a benchmark whose sections take no options but, those of few pairs, --pairs.
 
-    @click.command()
-    @only(list(sections))
-    @json_path()
-    def main(only: list[str], path: str | None) -> None:
+    Without such a section there is no option --pairs.
+    """
+
+    def main(only: list[str], path: str | None, pairs: int | None = None) -> None:
         """Measure, and print one table with verdicts; every row also when it is there."""
-        measure({name: sections[name] for name in only}, PAIRS, path)
+        measure({name: _bound(sections[name], pairs) for name in only}, pairs, path)
 
-    return main
+    asked = [only(list(sections)), json_path()]
+    if any(isinstance(section, Fewer) for section in sections.values()):
+        asked.insert(1, pairs())
+    for option in reversed(asked):
+        main = option(main)
+    return click.command(main)
+
+
+def _bound(section: Section, asked: int | None) -> Callable[[], Iterator[Row]]:
+    return partial(section, pairs_of(section, asked)) if isinstance(section, Fewer) else section
 
 
 def measure(
-    sections: Mapping[str, Callable[[], Iterator[Row]]], num_pairs: int, path: str | None
+    sections: Mapping[str, Callable[[], Iterator[Row]]], asked: int | None, path: str | None
 ) -> None:
     """Run the sections, and print one table with verdicts; every row also when it is there."""
     on = begin()
@@ -83,7 +118,7 @@ def measure(
             rows.append(row)
             if path is not None:
                 write(path, rows, on)
-    end(rows, num_pairs, on)
+    end(rows, asked, on)
 
 
 def begin() -> str:
@@ -102,9 +137,9 @@ def shown(name: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield row
 
 
-def end(rows: Sequence[Row], num_pairs: int, on: str) -> None:
-    """All rows as one table."""
+def end(rows: Sequence[Row], asked: int | None, on: str) -> None:
+    """All rows as one table; `asked` is the option --pairs."""
     click.echo("\n" + table(rows))
-    if num_pairs < PAIRS:
-        click.echo(f"only {num_pairs} pairs: the verdicts on times decide nothing")
+    if asked is not None and asked < PAIRS:
+        click.echo(f"only {asked} pairs: the verdicts on times decide nothing")
     click.echo(on)

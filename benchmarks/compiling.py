@@ -98,7 +98,7 @@ def _deep_beside_shallow(
     compare(
         functools.partial(sides[0].measure, deep, by_layer=by_layer),
         functools.partial(sides[1].measure, shallow, by_layer=by_layer),
-        pairs=min(pairs, PAIRS),
+        pairs=pairs,
         show=f"{deep} layers beside {shallow}",
     )
     return sides

@@ -25,7 +25,7 @@ import piper_dynamo as piper
 from benchmarks import command
 from benchmarks.experts_sides import EXPERT_RANKS, Job, Mixture, PiperMixture, TorchMixture
 from benchmarks.links import Links
-from benchmarks.paired import Comparison, compare, seconds
+from benchmarks.paired import PAIRS, Comparison, compare, seconds
 from benchmarks.report import Row, gain_row
 from piper_dynamo.pictures import plot_timeline
 from piper_dynamo.timeline import Timeline
@@ -216,13 +216,16 @@ SECTIONS = ("exposed", "time", "memory", "overhead")
 @click.option("--pictures", default="runs/experts", help="Where both timelines are drawn.")
 @command.pairs()
 @command.json_path()
-def main(only: list[str], sets: list[str], pictures: str, pairs: int, path: str | None) -> None:
+def main(
+    only: list[str], sets: list[str], pictures: str, pairs: int | None, path: str | None
+) -> None:
     """Measure, and print one table with verdicts; every row also when it is there."""
+    many = PAIRS if pairs is None else pairs
     sections = {
-        "exposed": lambda: _over(sets, lambda name: exposed(name, pairs, pictures)),
-        "time": lambda: _over(sets, lambda name: times(name, pairs)),
+        "exposed": lambda: _over(sets, lambda name: exposed(name, many, pictures)),
+        "time": lambda: _over(sets, lambda name: times(name, many)),
         "memory": memory,
-        "overhead": lambda: overhead(pairs),
+        "overhead": lambda: overhead(many),
     }
     command.measure({name: sections[name] for name in only}, pairs, path)
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -47,13 +47,13 @@ def start() -> Iterator[Row]:
             found = piper.launch(idle, RANKS, engine=engine)
             ended.append(time.time() - begin)
             reached.append(max(found) - begin)
-        first, all_ = min(reached), min(ended)
+        first, all_ = statistics.median(reached), statistics.median(ended)
         yield Row(
             section="start",
             what=f"{engine}, {RANKS} ranks",
             figures=f"{first:.1f} s until all ranks run, {all_:.1f} s with the end",
             data={"ours": first, "unit": "s", "reached_s": reached, "ended_s": ended}
-            | {"measured": f"best of {STARTS}"},
+            | {"measured": f"median of {STARTS}"},
         )
 
 
@@ -73,14 +73,14 @@ def measured(engine: str) -> float:
     return max(piper.launch(step_seconds, RANKS, engine=engine))
 
 
-def step() -> Iterator[Row]:
+def step(pairs: int) -> Iterator[Row]:
     """Steps of the same job started by each engine in turn."""
     with cluster(None, RANKS):  # one for all of Ray's jobs
         for engine in ("ray", "local"):
             found: Comparison = compare(
                 functools.partial(measured, engine),
                 functools.partial(measured, "torchrun"),
-                pairs=PAIRS,
+                pairs=pairs,
                 show=engine,
             )
             yield ratio_row("step", engine, found, BAR_STEP, "torchrun", needed=PAIRS)
@@ -107,21 +107,28 @@ def flat() -> Iterator[Row]:
         for replicas, times in found.items():
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
                 times.append(pool.submit(planned, replicas).result())
-    few, many = (min(times) for times in found.values())
+    few, many = (
+        [statistics.median(column) for column in zip(*times, strict=True)]
+        for times in found.values()
+    )
     ratio = many[0] / few[0]
     yield Row(
         section="flat",
         what=f"one rank's plan, of {4 * FEW} and of {4 * MANY} ranks",
         figures=f"{few[0]:.1f} s and {many[0]:.1f} s (processor {few[1]:.1f} s and {many[1]:.1f} "
-        f"s), ratio {ratio:.2f}; {few[2]} and {many[2]} instructions",
+        f"s), ratio {ratio:.2f}; {few[2]:.0f} and {many[2]:.0f} instructions",
         bar=f"<= {BAR_FLAT} x",
         held=ratio <= BAR_FLAT,
         data={"ours": many[0], "theirs": few[0], "unit": "s", "limit": BAR_FLAT}
-        | {"few": found[FEW], "many": found[MANY], "measured": f"best of {STARTS}"},
+        | {"few": found[FEW], "many": found[MANY], "measured": f"median of {STARTS}"},
     )
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"start": start, "step": step, "flat": flat}
+SECTIONS: dict[str, command.Section] = {
+    "start": start,
+    "step": command.Fewer(PAIRS, step),
+    "flat": flat,
+}
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ make bench-pipeline ARGS="--only real,memory --json results.json"
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
 
 import click
 
-from benchmarks import command, compiling, counts, emulated, host, memory, planning, real
-from benchmarks.report import Row
+from benchmarks import command, compiling, counts, emulated, host, memory, planning, real, steady
 from benchmarks.sides import TORCH, built
 from piper_dynamo.train.config import Config
 
@@ -18,15 +16,18 @@ from piper_dynamo.train.config import Config
 JOB = Config(dim=512, layers=8, heads=8, kv_heads=4, seq=256, batch=16, microbatches=8)
 
 # From what is exact or quick to what takes long.
-SECTIONS: dict[str, Callable[[int, Sequence[str]], Iterator[Row]]] = {
+SECTIONS: dict[str, command.Section] = {
     "counts": lambda pairs, schedules: counts.run(JOB, built(schedules)),
     "host": lambda pairs, schedules: host.run(),
     "planning": lambda pairs, schedules: planning.run(),
-    "inductor": lambda pairs, schedules: compiling.run(pairs),
+    "inductor": command.Fewer(compiling.PAIRS, lambda pairs, schedules: compiling.run(pairs)),
     "real": lambda pairs, schedules: real.eager(JOB, pairs, schedules),
-    "compiled": lambda pairs, schedules: real.compiled(JOB, pairs),
+    "compiled": lambda pairs, schedules: real.compiled(JOB, pairs, schedules),
     "bound": lambda pairs, schedules: real.bound(JOB, pairs, built(schedules)),
-    "memory": lambda pairs, schedules: memory.run(JOB, pairs, built(schedules)),
+    "memory": command.Fewer(
+        memory.PAIRS, lambda pairs, schedules: memory.run(JOB, pairs, built(schedules))
+    ),
+    "steady": lambda pairs, schedules: steady.run(built(schedules)),
     "emulated": lambda pairs, schedules: emulated.run(pairs, schedules),
     "emulated-8": lambda pairs, schedules: emulated.run(pairs, schedules, emulated.EIGHT),
 }
@@ -38,13 +39,16 @@ SECTIONS: dict[str, Callable[[int, Sequence[str]], Iterator[Row]]] = {
     "--schedules",
     default=",".join(TORCH),
     callback=command.names_of(list(TORCH)),
-    help="Schedules, by comma.",
+    help="Schedules, by comma; host, planning and inductor have their own.",
 )
 @command.pairs()
 @command.json_path()
-def main(only: list[str], schedules: list[str], pairs: int, path: str | None) -> None:
+def main(only: list[str], schedules: list[str], pairs: int | None, path: str | None) -> None:
     """Measure, and print one table with verdicts; every row also when it is there."""
-    chosen = {name: functools.partial(SECTIONS[name], pairs, schedules) for name in only}
+    chosen = {
+        name: functools.partial(SECTIONS[name], command.pairs_of(SECTIONS[name], pairs), schedules)
+        for name in only
+    }
     command.measure(chosen, pairs, path)
 
 

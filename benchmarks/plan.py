@@ -5,6 +5,7 @@ make bench-plan ARGS="--only proof --json results.json"
 """
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,8 +20,8 @@ STAGES, REPLICAS = 8, 4
 MICROBATCHES = (16, 32, 64, 128, 256)  # x 8 stages x 4 replicas, ZeRO 3
 BAR_INSTRUCTIONS, BAR_S = 100_000, 10.0
 BAR_EXPONENT = 1.2
-REPEATS = 3
-MEASURED = f"best of {REPEATS}"
+REPEATS = 5
+MEASURED = f"median of {REPEATS}"
 
 
 def plan_of(microbatches: int) -> piper.Plan:
@@ -37,14 +38,15 @@ def plan_of(microbatches: int) -> piper.Plan:
 
 
 def seconds(call: Callable[[], object]) -> tuple[float, float]:
-    """The best time of a call, by the clock and of the processor."""
-    spent = []
+    """The median time of a call, by the clock and of the processor."""
+    spent, spent_cpu = [], []
     for _ in range(REPEATS):
         gc.collect()
         start, start_cpu = time.perf_counter(), time.process_time()
         call()
-        spent.append((time.perf_counter() - start, time.process_time() - start_cpu))
-    return min(spent)
+        spent.append(time.perf_counter() - start)
+        spent_cpu.append(time.process_time() - start_cpu)
+    return statistics.median(spent), statistics.median(spent_cpu)
 
 
 def proof() -> Iterator[Row]:

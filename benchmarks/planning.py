@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import statistics
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -20,23 +21,24 @@ STAGES = 8
 MICROBATCHES = (64, 128, 256, 512, 1024)  # x 8 stages x F, B
 BAR_TASKS, BAR_S = 4000, 3.0
 BAR_EXPONENT = 1.2
-REPEATS = 3
-MEASURED = f"best of {REPEATS}"
+REPEATS = 5
+MEASURED = f"median of {REPEATS}"
 
 
 def plan_seconds(microbatches: int) -> tuple[int, float, float]:
-    """The number of tasks, and the best time of `make_plan` alone: the capture is made before.
+    """The number of tasks, and the median time of `make_plan` alone: the capture is made before.
 
     Both by the clock and of the processor, which tells whether the machine was busy.
     """
-    spent = []
+    spent, spent_cpu = [], []
     make = captured.make_plan
 
     def timed(*args: Any, **kwargs: Any) -> piper.Plan:
         gc.collect()
         start, start_cpu = time.perf_counter(), time.process_time()
         plan = make(*args, **kwargs)
-        spent.append((time.perf_counter() - start, time.process_time() - start_cpu))
+        spent.append(time.perf_counter() - start)
+        spent_cpu.append(time.process_time() - start_cpu)
         return plan
 
     x = torch.zeros(microbatches, WIDTH)
@@ -44,7 +46,8 @@ def plan_seconds(microbatches: int) -> tuple[int, float, float]:
     with mock.patch.object(captured, "make_plan", timed):
         for _ in range(REPEATS):
             plan = piper.plan(Chain(STAGES), strategy, (x, x.clone()), world_size=STAGES)
-    return sum(i.op is Op.RUN for p in plan.programs for i in p.instrs), *min(spent)
+    tasks = sum(i.op is Op.RUN for p in plan.programs for i in p.instrs)
+    return tasks, statistics.median(spent), statistics.median(spent_cpu)
 
 
 def plan_bytes(microbatches: int) -> tuple[int, int]:

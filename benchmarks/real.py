@@ -4,6 +4,7 @@ Same model, data, optimizer, threads and run: two gloo ranks, both sides in the 
 """
 
 import functools
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from benchmarks import predict
 from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row, gain_row, ratio_row
 from benchmarks.sides import PiperStep, TorchStep, batch_of
+from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.predict.links import ratios, slowdown_of
 from piper_dynamo.predict.measuring import measurable
 from piper_dynamo.train.config import Config
@@ -23,6 +25,7 @@ from piper_dynamo.train.config import Config
 RANKS = 2
 GAIN = 1.05
 BEST_BAR, COMPILED_BAR, BOUND_BAR = 0.97, 1.0, 1.06
+ALONE = 15  # steps of one side where the other cannot run
 
 
 Side = tuple[Config, str]  # a job, and torch's name of its schedule
@@ -80,10 +83,66 @@ def eager(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]
     yield from _both("real", what, best, BEST_BAR, "torch's best, eager")
 
 
-def compiled(config: Config, pairs: int) -> Iterator[Row]:
-    """1F1B: torch.compile of each stage beside inductor chunks."""
-    job = side(config, "one_f_one_b", "inductor")
-    yield from _both("compiled", job[1], run(job, job, pairs), COMPILED_BAR, "compiled torch")
+def _steps_of_torch(theirs: Side) -> None:
+    """Two steps of torch's side alone; on every rank."""
+    step, batch = TorchStep(*theirs), batch_of(theirs[0])
+    for _ in range(2):
+        step(*batch)
+
+
+def refusal(theirs: Side) -> str | None:
+    """Why torch cannot run its side of a comparison; None where it can."""
+    try:
+        piper.launch(functools.partial(_steps_of_torch, theirs), RANKS)
+    except PiperRuntimeError as error:
+        return reason(str(error))
+    return None
+
+
+def reason(text: str) -> str:
+    """What a failed job's text tells as its first error, else its last line."""
+    found = re.search(r"^ {2}error +(.+)$", text, flags=re.MULTILINE)
+    return found[1] if found else text.strip().splitlines()[-1].strip()
+
+
+def compiled(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
+    """Every schedule: torch.compile of each stage beside inductor chunks; the bar is 1F1B's.
+
+    Where torch cannot run stages that it has compiled, as where it splits their backward
+    (pytorch#161904), Piper has a row without it.
+    """
+    for schedule in schedules:
+        job = side(config, schedule, "inductor")
+        why = refusal(job)
+        if why is not None:
+            yield _alone(job, why)
+        elif schedule == "one_f_one_b":
+            found = run(job, job, pairs)
+            yield from _both("compiled", schedule, found, COMPILED_BAR, "compiled torch")
+        else:
+            found = run(job, job, pairs)
+            yield Row(section="compiled", what=schedule, figures=found.text(), data=found.figures())
+
+
+def _alone(ours: Side, why: str) -> Row:
+    """A row of Piper's side alone, with why torch has none."""
+    took = piper.launch(functools.partial(_times, ours), RANKS)[0]
+    median_s = statistics.median(took)
+    return Row(
+        section="compiled",
+        what=ours[1],
+        figures=f"{median_s * 1e3:8.1f} ms; torch cannot compile these stages: {why}",
+        data={"ours": median_s, "unit": "s", "times_s": took, "refusal": why}
+        | {"measured": f"median of {ALONE} steps"},
+    )
+
+
+def _times(ours: Side) -> list[float]:
+    """Seconds of each step of Piper's side; on every rank."""
+    step, batch = PiperStep(*ours), batch_of(ours[0])
+    for _ in range(2):
+        step(*batch)
+    return [seconds(lambda: step(*batch), dist.barrier) for _ in range(ALONE)]
 
 
 def _beside_bound(config: Config, pairs: int) -> Comparison:

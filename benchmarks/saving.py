@@ -104,7 +104,7 @@ class Beside:
     found: Comparison
 
 
-def _beside(config: Config, folder: str) -> Beside:
+def _beside(config: Config, folder: str, pairs: int) -> Beside:
     """One rank's."""
     step = PiperStep(config)
     batch = batch_of(config, piper.data_rank(step.step))
@@ -162,17 +162,18 @@ def _beside(config: Config, folder: str) -> Beside:
     found = compare(
         lambda: run(count, with_save=True),
         lambda: run(count, with_save=False),
-        pairs=PAIRS,
+        pairs=pairs,
         show="beside" if piper.rank() == 0 else None,
     )
     return Beside(steps=count, state=_state_bytes(step), called=called, took=took, found=found)
 
 
-def beside() -> Iterator[Row]:
+def beside(pairs: int) -> Iterator[Row]:
     """A save in the background beside steps; rank 0's times, which are those of the slowest."""
     for name, config in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
-            one, *_ = ranks = piper.launch(functools.partial(_beside, config, folder), config.world)
+            job = functools.partial(_beside, config, folder, pairs)
+            one, *_ = ranks = piper.launch(job, config.world)
         state = max(rank.state for rank in ranks)
         yield Row(
             section="beside",

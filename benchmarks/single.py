@@ -98,7 +98,7 @@ def run_memory(pairs: int) -> Iterator[Row]:
         found = compare(
             functools.partial(_peak_of_its_own_process, side),
             functools.partial(_peak_of_its_own_process, "inductor"),
-            pairs=min(pairs, MEMORY_PAIRS),
+            pairs=pairs,
             show=side,
         )
         yield Row(

@@ -6,17 +6,14 @@ make bench-state ARGS="--only activations --json results.json"
 `activations`: `kept.py`. `saving`, `beside`: `saving.py`.
 """
 
-from collections.abc import Callable, Iterator
-
 from benchmarks import command
 from benchmarks.kept import activations
-from benchmarks.report import Row
-from benchmarks.saving import beside, saving
+from benchmarks.saving import PAIRS, beside, saving
 
-SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
+SECTIONS: dict[str, command.Section] = {
     "activations": activations,
     "saving": saving,
-    "beside": beside,
+    "beside": command.Fewer(PAIRS, beside),
 }
 
 

@@ -45,6 +45,7 @@ from benchmarks import (
     scaling,
     sent,
     single,
+    steady,
     zero,
     zero_counts,
     zero_deepspeed,
@@ -52,7 +53,6 @@ from benchmarks import (
     zero_memory,
     zero_real,
 )
-from benchmarks.paired import PAIRS
 from benchmarks.pictures import draw
 from benchmarks.report import NOT_RUN, Row
 from benchmarks.sides import TORCH, built
@@ -94,7 +94,7 @@ SUITES: Mapping[str, Suite] = {
             "sent": _without_pairs(sent.run),
             "host": _without_pairs(host.run),
             "real": lambda pairs: real.eager(pipeline.JOB, pairs, list(TORCH)),
-            "compiled": lambda pairs: real.compiled(pipeline.JOB, pairs),
+            "compiled": lambda pairs: real.compiled(pipeline.JOB, pairs, list(TORCH)),
             "bound": lambda pairs: real.bound(pipeline.JOB, pairs, built(TORCH)),
             "emulated": lambda pairs: emulated.run(pairs, list(TORCH)),
             "emulated-8": lambda pairs: emulated.run(pairs, list(TORCH), emulated.EIGHT),
@@ -135,15 +135,20 @@ SUITES: Mapping[str, Suite] = {
     "compile": Suite(
         about="Compiling: equal layers are compiled once, so that time follows distinct layers.",
         sections={
-            "inductor": compiling.run,
-            "depth": compiling.depth,
+            "inductor": command.Fewer(compiling.PAIRS, compiling.run),
+            "depth": command.Fewer(compiling.PAIRS, compiling.depth),
         },
     ),
     "memory": Suite(
         about="Peak memory beside torch's, beside what plans say, and of building models.",
         sections={
-            "pipeline": lambda pairs: memory.run(pipeline.JOB, pairs, built(TORCH)),
-            "zero": lambda pairs: zero_memory.levels(zero.JOB, pairs, LEVELS),
+            "pipeline": command.Fewer(
+                memory.PAIRS, lambda pairs: memory.run(pipeline.JOB, pairs, built(TORCH))
+            ),
+            "steady": _without_pairs(lambda: steady.run(built(TORCH))),
+            "zero": command.Fewer(
+                zero_memory.PAIRS, lambda pairs: zero_memory.levels(zero.JOB, pairs, LEVELS)
+            ),
             "activations": _without_pairs(kept.activations),
             "deferred": _without_pairs(init.layouts),
         },
@@ -151,16 +156,19 @@ SUITES: Mapping[str, Suite] = {
     "single-device": Suite(
         about="One device, without a strategy and with one of a single rank, beside inductor's own "
         "training step of `torch.compile`.",
-        sections={"time": single.run_times, "memory": single.run_memory},
+        sections={
+            "time": single.run_times,
+            "memory": command.Fewer(memory.PAIRS, single.run_memory),
+        },
     ),
     "launch": Suite(
         about="Starting ranks by each engine, steps under each, saving beside steps.",
         sections={
             "start": _without_pairs(launch.start),
-            "step": _without_pairs(launch.step),
+            "step": command.Fewer(launch.PAIRS, launch.step),
             "flat": _without_pairs(launch.flat),
             "saving": _without_pairs(saving.saving),
-            "beside": _without_pairs(saving.beside),
+            "beside": command.Fewer(saving.PAIRS, saving.beside),
         },
     ),
     "predict": Suite(
@@ -277,7 +285,9 @@ def _sections(suites: Sequence[str], only: str | None) -> dict[str, dict[str, Se
     help="Where the files of results and the pictures go.",
 )
 @click.pass_context
-def main(ctx: click.Context, suites: list[str], only: str | None, pairs: int, out: Path) -> None:
+def main(
+    ctx: click.Context, suites: list[str], only: str | None, pairs: int | None, out: Path
+) -> None:
     """Measure suites beside their peers; of each a table, a file of results and a picture.
 
     SUITES are names; without any, all are run. Sections that are not run keep their results. A
@@ -292,10 +302,11 @@ def main(ctx: click.Context, suites: list[str], only: str | None, pairs: int, ou
         results = page.read(path) or {"suite": name, "sections": {}}
         on, all_rows = command.begin(), []
         for section, run in sections.items():
-            rows = list(command.shown(section, attempted(section, run, pairs)))
+            many = command.pairs_of(run, pairs)
+            rows = list(command.shown(section, attempted(section, run, many)))
             how = f"piper bench {name} --only {section}"
-            how += "" if pairs == PAIRS else f" --pairs {pairs}"
-            found = section_results(name, section, rows, on=on, at=at, how=how, pairs=pairs)
+            how += "" if pairs is None else f" --pairs {pairs}"
+            found = section_results(name, section, rows, on=on, at=at, how=how, pairs=many)
             results = with_section(results, section, found)
             path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             draw(results, path.with_suffix(".png"))

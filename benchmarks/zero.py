@@ -5,12 +5,10 @@ make bench-zero ARGS="--only counts,memory --levels 3 --json results.json"
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
 
 import click
 
 from benchmarks import command, zero_counts, zero_hidden, zero_memory, zero_real
-from benchmarks.report import Row
 from benchmarks.zero_sides import Job
 from piper_dynamo.train.config import Config
 
@@ -18,12 +16,14 @@ from piper_dynamo.train.config import Config
 CONFIG = Config(dim=1024, layers=8, heads=16, kv_heads=8, seq=64, batch=4, microbatches=4)
 JOB = Job(config=CONFIG)
 
-SECTIONS: dict[str, Callable[[int, Sequence[int]], Iterator[Row]]] = {
+SECTIONS: dict[str, command.Section] = {
     "counts": lambda pairs, levels: zero_counts.run(JOB, levels),
     "ddp": lambda pairs, levels: zero_real.ddp(JOB, pairs),
     "fsdp": lambda pairs, levels: zero_real.fsdp(JOB, pairs),
     "time": lambda pairs, levels: zero_real.levels(JOB, pairs, levels),
-    "memory": lambda pairs, levels: zero_memory.levels(JOB, pairs, levels),
+    "memory": command.Fewer(
+        zero_memory.PAIRS, lambda pairs, levels: zero_memory.levels(JOB, pairs, levels)
+    ),
     "hidden": lambda pairs, levels: zero_hidden.hidden(JOB, pairs, levels),
     "largest": lambda pairs, levels: zero_memory.fitting(JOB, [z for z in levels if z >= 2]),
 }
@@ -39,10 +39,13 @@ SECTIONS: dict[str, Callable[[int, Sequence[int]], Iterator[Row]]] = {
 )
 @command.pairs()
 @command.json_path()
-def main(only: list[str], levels: list[str], pairs: int, path: str | None) -> None:
+def main(only: list[str], levels: list[str], pairs: int | None, path: str | None) -> None:
     """Measure, and print one table with verdicts; every row also when it is there."""
     zeros = [int(level) for level in levels]
-    chosen = {name: functools.partial(SECTIONS[name], pairs, zeros) for name in only}
+    chosen = {
+        name: functools.partial(SECTIONS[name], command.pairs_of(SECTIONS[name], pairs), zeros)
+        for name in only
+    }
     command.measure(chosen, pairs, path)
 
 

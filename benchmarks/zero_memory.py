@@ -44,7 +44,7 @@ def levels(job: Job, pairs: int, zeros: Sequence[int]) -> Iterator[Row]:
     """Every level of both beside torch's level 3; all in turn."""
     sides = [("torch", 3), ("torch", 2), ("torch", 0), *(("piper", zero) for zero in zeros)]
     found: dict[tuple[str, int], list[tuple[int, int]]] = {side: [] for side in sides}
-    for pair in range(min(pairs, PAIRS)):
+    for pair in range(pairs):
         for one in sides if pair % 2 == 0 else reversed(sides):
             found[one].append(peaks(job, *one))
     reference = tuple(float(peak) for peak, _ in found["torch", 3])

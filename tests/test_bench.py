@@ -12,14 +12,17 @@ import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
-from benchmarks import page, suites
+import piper_dynamo as piper
+from benchmarks import page, real, suites
 from benchmarks.ablations import BUCKET_MB, in_buckets, outline
 from benchmarks.paired import Comparison
 from benchmarks.pictures import draw, panels
+from benchmarks.pipeline import JOB
 from benchmarks.predicted import stages_by_work
 from benchmarks.report import Row, ratio_row
 from benchmarks.suites import Suite
 from piper_dynamo.cli import main
+from piper_dynamo.errors import format_error
 from piper_dynamo.look import bench
 from tests.source_tree import ROOT
 
@@ -196,6 +199,29 @@ def test_the_page_has_every_suite(folder: Path) -> None:
 def test_the_page_is_that_of_the_results() -> None:
     """`make docs` writes it again."""
     assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == page.text()
+
+
+def test_compiled_schedules_have_a_row_each_and_a_reason_where_torch_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why = {"zbv": "RuntimeError: no"}
+    monkeypatch.setattr(real, "refusal", lambda job: why.get(job[1]))
+    monkeypatch.setattr(real, "run", lambda ours, theirs, pairs: FASTER)
+    monkeypatch.setattr(piper, "launch", lambda call, ranks: [[0.5, 0.1, 0.2], [9.0]])
+    schedules = ["looped_bfs", "one_f_one_b", "zbv"]
+    found = list(real.compiled(JOB, 15, schedules))
+    rows_ = ["looped_bfs", "one_f_one_b", "one_f_one_b, time", "zbv"]
+    assert [row.what for row in found] == rows_
+    assert [bool(row.bar) for row in found] == [False, True, True, False]
+    assert found[-1].figures.split(";")[1] == " torch cannot compile these stages: RuntimeError: no"
+    assert found[-1].data["ours"] == 0.2
+
+
+def test_the_reason_is_the_first_error() -> None:
+    why = "Traceback\n  error here\nRuntimeError: \n  Failed to run stage backward input:\n"
+    text = format_error("rank 1 failed", {"why": why, "error": "ValueError: a"})
+    assert real.reason(text) == "ValueError: a"
+    assert real.reason("rank 1 died\n  by signal 11") == "by signal 11"
 
 
 def test_results_are_of_suites_that_there_are() -> None:

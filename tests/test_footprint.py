@@ -11,6 +11,7 @@ from torch import nn
 
 import piper_dynamo as piper
 from benchmarks.allocated import Allocated, allocated
+from benchmarks.steady import peaks
 from piper_dynamo.cli import main
 from piper_dynamo.footprint import STATES, held_before, states_of
 from piper_dynamo.ir.program import Op
@@ -179,6 +180,34 @@ def test_a_peak_is_what_the_allocator_gives_out(case: str):
     assert memory.total == before + most
     if case == "recomputed":  # else nearly everything is held when the first backward begins
         assert memory.held[INSIDE] > 0.3 * most
+
+
+def test_every_run_and_step_allocates_the_same():
+    batch = torch.randn(64, 64), torch.arange(64) % 32
+
+    def job() -> dict[int, Allocated]:
+        step = piper.compile(Wide(), jobs.strategy(ONE, 4), example_inputs=batch)
+        optimizer = torch.optim.AdamW(piper.parameters(step), lr=0.01)
+
+        def once() -> None:
+            step(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return peaks(once)
+
+    first, second = (jobs.run_ranks(job, 1)[0] for _ in range(2))
+    assert set(first) == {3, 10}
+    (found,) = {*first.values(), *second.values()}
+    assert found.ever > 0
+    assert found.left == 0
+
+
+def test_control_a_step_that_keeps_something():
+    kept: list[torch.Tensor] = []
+    found = peaks(lambda: kept.append(torch.zeros(1024 + len(kept))))
+    assert {number: one.left for number, one in found.items()} == {3: 4 * 1026, 10: 4 * 1033}
+    assert found[3].ever < found[10].ever
 
 
 def test_without_an_optimizer_its_state_is_left_out_and_said_so():
