@@ -35,7 +35,8 @@ def free_dead(program: RankProgram) -> RankProgram:
     for i, instr in enumerate(program.instrs):
         instrs.append(instr)
         if i in dead:
-            instrs.append(Instr(op=Op.FREE, task=instr.task, inputs=tuple(dead[i])))
+            gone = tuple(dead[i])
+            instrs.append(Instr(op=Op.FREE, task=instr.task, inputs=gone, where=instr.where))
     return replace(program, instrs=tuple(instrs))
 
 

@@ -41,7 +41,10 @@ Edit = tuple[int, list[Instr]]  # a rank, and its instructions
 # What the proof may say of each kind of mutant; one of these must be there.
 ORDER = ("in order", "each of", "differs between", "deadlocks")
 READ = ("is read before it is written", "made and never used", "written twice", "never written")
-VALUE = ("expected", "lacks", "has too much", "reduced", "contributions")
+SUMMED = ("not reduced over", "to be reduced over", "reduced again", "adds what", "other rows")
+TASK = ("its input ", "its bundle is", "it runs ", "are primals", "inputs, expected")
+RESULT = ("the loss '", "the output '", "the buffer '", "the gradient '")
+VALUE = (*SUMMED, *TASK, *RESULT, "gives")
 SUMS = ("is added or reduced here", "adds to", "while it is", "never uses it")
 
 
@@ -428,6 +431,31 @@ def regrouped(everywhere: bool) -> Kind:
     return make
 
 
+@at_one(lambda instr: instr.op in REDUCTIONS)
+def widened(plan: Plan, draw: random.Random, rank: int, index: int, instrs: list[Instr]) -> Found:
+    """Two groups reduce together what each is to reduce for itself; all of their ranks agree."""
+    one = instrs[index]
+    others = [
+        instr
+        for program in plan.programs
+        for instr in program.instrs
+        if (instr.op, instr.stream, instr.specs) == (one.op, one.stream, one.specs)
+        and not set(instr.group) & set(one.group)
+    ]
+    if not others:
+        return None
+    other = draw.choice(others)
+    group = tuple(sorted((*one.group, *other.group)))
+    edits: list[Edit] = []
+    for member in group:
+        theirs = list(plan.programs[member].instrs)
+        mine = one if member in one.group else other
+        at = next(i for i, x in enumerate(theirs) if _is_end(x, mine))
+        theirs[at] = replace(theirs[at], group=group, task=one.task)
+        edits.append((member, theirs))
+    return f"{_at(rank, index, one)} together with {other.task} over {group}", edits
+
+
 def _is_end(instr: Instr, one: Instr) -> bool:
     return (instr.op, instr.task, instr.communicator) == (one.op, one.task, one.communicator)
 
@@ -538,6 +566,7 @@ KINDS: dict[str, tuple[Callable[[Plan, random.Random], Found], tuple[str, ...]]]
         regrouped(everywhere=False),
         (*ORDER, "is not in its group"),
     ),
+    "a reduction over two groups": (widened, SUMMED),
     "a collective over others": (
         regrouped(everywhere=True),
         (*ORDER, *VALUE, "is not in its group", "evenly", "their blocks", "counts were over"),
@@ -551,7 +580,7 @@ KINDS: dict[str, tuple[Callable[[Plan, random.Random], Found], tuple[str, ...]]]
     "results exchanged": (outputs_exchanged, (*READ, *VALUE, *SUMS)),
     "another microbatch": (
         changed(lambda i: i.op is Op.SLICE and i.parts > 1, _other_part),
-        VALUE,
+        ("its input ", *RESULT),
     ),
     "another shape": (changed(_is(Op.SEND, Op.POST), _other_shape), ("differs",)),
     "another number": (

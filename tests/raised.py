@@ -94,3 +94,52 @@ def _given(name: str, scope: ast.FunctionDef, tree: ast.Module) -> Iterator[ast.
 def title_of(text: str) -> str:
     """The title of a message's text."""
     return text.strip().partition("\n")[0].partition(";")[0].strip()
+
+
+# Lines of one error that lists many faults: what a plan is unsafe by.
+
+PROOF = ("verify", "matching", "contributions", "exchanges", "casts", "evaluate")
+
+
+def plan_faults() -> dict[str, str]:
+    """The first line of every fault that the proof of a plan tells, and where it is.
+
+    Without the place that it begins with; `…` stands for what differs from case to case.
+    """
+    found: dict[str, str] = {}
+    for name in PROOF:
+        path = ROOT / "piper_dynamo" / "ir" / f"{name}.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for told in _told(node):
+                line = _fault_line(told)
+                if re.search("[a-z]", line):  # else it is put together from others
+                    found[line] = f"{path.name}:{told.lineno}"
+    return found
+
+
+def _told(node: ast.AST) -> Iterator[ast.JoinedStr]:
+    """The texts that a statement adds to a list of faults."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="_fault"), args=args):
+            yield from _outermost(args[-1])
+        case ast.Call(func=ast.Attribute(attr="append", value=to), args=[text]) if ast.unparse(
+            to
+        ).endswith("faults"):
+            yield from _outermost(text)
+        case ast.AugAssign(target=to, value=value) if ast.unparse(to).endswith("faults"):
+            yield from _outermost(value)
+
+
+def _outermost(node: ast.AST) -> Iterator[ast.JoinedStr]:
+    if isinstance(node, ast.JoinedStr):
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _outermost(child)
+
+
+def _fault_line(told: ast.JoinedStr) -> str:
+    parts = (v.value if isinstance(v, ast.Constant) else UNKNOWN for v in told.values)
+    line = "".join(map(str, parts)).partition("\n")[0].strip()
+    line = re.sub(f"{UNKNOWN}+", UNKNOWN, line)
+    return re.sub(rf"^(rank )?{UNKNOWN}( {UNKNOWN})*: ", "", line)

@@ -1,5 +1,6 @@
 """Replicas that are alike: one lowered, two proved, one simulated, as if it were all of them."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -166,8 +167,34 @@ def changed_at(place: int, change: Mutation, plan: Plan) -> AlikePrograms:
 
 
 def test_replicas_that_differ_are_no_replicas(plans: tuple[Plan, Plan]) -> None:
-    with pytest.raises(PiperPlanError, match="rank 1 does not do what rank 0 does"):
+    with pytest.raises(PiperPlanError, match="rank 1 does not do what rank 0 does") as refused:
         changed_at(1, without(Op.ACCUMULATE), plans[1]).verify(plans[1].meaning)
+    one, two, differ = str(refused.value).splitlines()[2:5]
+    assert re.fullmatch(r" +rank 0 #\d+ accumulate \S+.* \[\S*models\.py:\d+\]", one)
+    assert re.fullmatch(r" +rank 1 #\d+ \w+ .* \[\S*models\.py:\d+\]", two)
+    assert "they differ in " in differ
+
+
+def shorter(program: RankProgram) -> RankProgram:
+    return replace(program, instrs=program.instrs[:-1])
+
+
+def of_another_loss(program: RankProgram) -> RankProgram:
+    return replace(program, loss=program.loss and "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (shorter, r"rank 0 #\d+ \w+ .*\n +rank 1 has no instruction #\d+"),
+        (of_another_loss, "all instructions are alike, but not loss"),
+    ],
+)
+def test_what_differs_between_replicas_is_told(
+    change: Mutation, text: str, plans: tuple[Plan, Plan]
+) -> None:
+    with pytest.raises(PiperPlanError, match=text):
+        changed_at(1, change, plans[1]).verify(plans[1].meaning)
 
 
 def narrower(program: RankProgram) -> RankProgram:

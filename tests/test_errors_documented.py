@@ -3,7 +3,7 @@
 import re
 
 import piper_dynamo as piper
-from tests.raised import titles
+from tests.raised import plan_faults, titles
 from tests.source_tree import ROOT
 
 TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -45,3 +45,14 @@ def test_titles_are_found_in_all_their_forms():
     assert "an order contradicts the dataflow or another order" in found  # chosen by a condition
     assert "this table of actions cannot be run" in found  # a parameter's default
     assert "the plan is unsafe" in found
+
+
+def test_each_fault_of_a_plan_is_documented():
+    """With its text, as the proof has it, in quotes; no other is."""
+    quoted = re.findall(r'^\| "([^"]+)" \| .{9,} \|$', TEXT, flags=re.MULTILINE)
+    assert len(set(quoted)) == len(quoted)
+    found = plan_faults()
+    assert len(found) > 40
+    assert {line: at for line, at in found.items() if line not in quoted} == {}
+    # Put together of what is there and what is to be.
+    assert set(quoted) - set(found) == {"the gradient … lacks …"}

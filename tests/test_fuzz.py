@@ -1,5 +1,6 @@
 """Random jobs and wrong programs: a few of what `make fuzz` tries."""
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 
 import piper_dynamo as piper
 from piper_dynamo.errors import PiperPlanError
+from piper_dynamo.ir.alike import replicas_of
+from piper_dynamo.ir.verify import verify
 from piper_dynamo.schedules import SCHEDULES
 from tests import fuzz, jobs, mutants, trial
 from tests.drawn import Job, Layer
@@ -30,7 +33,7 @@ def cheap_checks(monkeypatch: pytest.MonkeyPatch):
 
 def test_random_jobs_and_mutants():
     tally = fuzz.Tally()
-    fuzz.fuzz(6, 12, 0, 0, tally)
+    fuzz.fuzz(6, 14, 0, 0, tally)
     assert tally.plans == tally.on_streams >= 6
     assert sum(tally.refused.values()) >= 40
 
@@ -66,7 +69,20 @@ def test_every_kind_of_mutant_is_refused():
     missing = set(mutants.KINDS) - done
     # Nothing here is random or moves little; what is summed is reduced first.
     few = {"another random seed", "moved", "a chunk that no longer adds"}
+    few.add("a reduction over two groups")  # these have unlike parameters
     assert missing <= {*few, "two sends' values exchanged"}, missing
+
+
+def test_a_reduction_over_two_groups_is_told_by_whose_parts_it_adds():
+    job = replace(JOB, replicas=2)
+    plan = job.plan()
+    make, reasons = mutants.KINDS["a reduction over two groups"]
+    at, edits = next(found for n in range(20) if (found := make(plan, Random(n))))
+    mutant = mutants.Mutant(kind="", at=at, edits=tuple(edits), reasons=reasons)
+    assert len(edits) == 4
+    with pytest.raises(PiperPlanError, match=r"ranks .*, which it is not to be reduced over"):
+        verify(mutant.of(plan), plan.meaning, replicas_of(plan.groups))
+    assert mutants.judge(plan, mutant)
 
 
 def test_a_failing_job_is_a_script_that_runs_alone():
@@ -75,9 +91,12 @@ def test_a_failing_job_is_a_script_that_runs_alone():
     namespace: dict[str, Any] = {"__name__": "script"}
     with pytest.raises(PiperPlanError):
         exec(compile(JOB.script(mutant.script(plan)), "script.py", "exec"), namespace)
-    assert [str(i) for p in namespace["plan"].programs for i in p.instrs if not i.where] == [
-        str(i) for p in plan.programs for i in p.instrs if not i.where
-    ]
+    assert _instrs(namespace["plan"]) == _instrs(plan)
+
+
+def _instrs(plan: piper.Plan) -> list[str]:
+    """All of a plan, without the lines of its model, whose file is another's."""
+    return [str(replace(i, where="")) for p in plan.programs for i in p.instrs]
 
 
 def test_control_a_gap_in_the_proof_is_found(monkeypatch: pytest.MonkeyPatch):
@@ -99,25 +118,49 @@ def test_control_wrong_training_is_noticed():
         trial.compare(trial.train(once), [want], 1e-9, "one process")
 
 
+def takes(schedule: str, p: int, m: int) -> bool:
+    """Which numbers of ranks and microbatches a schedule takes, as its docstring says."""
+    match schedule:
+        case "interleaved_1f1b":
+            return m % max(1, m // p) == 0
+        case "dualpipev":
+            return m >= 2 * p
+        case "dualpipe":
+            return p % 2 == 0 and m % 2 == 0 and m >= 2 * p
+        case _:
+            return True
+
+
+def raises_no_alarm(schedule: str, ranks: int, microbatches: int) -> None:
+    """A size that the schedule takes is planned, proved and simulated, and no other."""
+
+    def made() -> piper.Strategy:
+        return piper.strategies.pipeline(schedule, ranks=ranks, num_microbatches=microbatches)
+
+    if not takes(schedule, ranks, microbatches):
+        with pytest.raises(piper.PiperStrategyError, match=r"num_microbatches|ranks|placement"):
+            made()
+        return
+    strategy = made()
+    stages = 1 + max(p.filter.tags["PP"] for p in strategy.of(piper.Place))
+    plan = piper.plan(Deep(stages), strategy, rows(microbatches), ranks)
+    plan.verify()
+    assert plan.simulate().makespan > 0
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_no_false_alarm_on_small_sizes(schedule: str):
+    for ranks, microbatches in ((1, 1), (2, 3), (2, 4), (3, 6)):
+        raises_no_alarm(schedule, ranks, microbatches)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_no_false_alarm_on_any_schedule(schedule: str):
     """From one rank and one microbatch to 16 by 64."""
-    tried = 0
     for ranks, microbatches in product((1, 2, 3, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64)):
-        try:
-            strategy = piper.strategies.pipeline(
-                schedule, ranks=ranks, num_microbatches=microbatches
-            )
-        except piper.PiperStrategyError:
-            continue  # the schedule says which sizes it does not take
-        stages = 1 + max(p.filter.tags["PP"] for p in strategy.of(piper.Place))
-        plan = piper.plan(Deep(stages), strategy, rows(microbatches), ranks)
-        plan.verify()
-        assert plan.simulate().makespan > 0
-        tried += 1
-    assert tried >= 8
+        raises_no_alarm(schedule, ranks, microbatches)
 
 
 class Deep(torch.nn.Module):

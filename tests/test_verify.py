@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import piper_dynamo as piper
 from piper_dynamo.costs import Costs
-from piper_dynamo.errors import PiperError, PiperPlanError
+from piper_dynamo.errors import PiperPlanError
 from piper_dynamo.ir.program import Instr, Op, RankProgram
-from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.simulate import simulate
 from piper_dynamo.planning import Plan
@@ -63,6 +62,16 @@ def refused(programs: Programs) -> str:
     with pytest.raises(PiperPlanError) as caught:
         verify(programs)
     return str(caught.value)
+
+
+def lacks(text: str, fault: str, missing: str, other: str) -> None:
+    """A fault names the end that is missing by the one that is there, with the user's line."""
+    place = re.escape(f"\n    no {missing}, whose other end is rank {other}")
+    place = place.replace("NUMBER", r"\d+")
+    found = re.search(
+        re.escape(f"  {fault}") + place + r" on stream '\w+' \[\S*models\.py:\d+\]", text
+    )
+    assert found, text
 
 
 def edit(plan: Plan, rank: int, change: Callable[[list[Instr]], None]) -> Programs:
@@ -127,32 +136,72 @@ def test_two_sends_swapped_and_renumbered(plans: dict[str, Plan]):
 
 def test_a_send_dropped(plans: dict[str, Plan]):
     text = refused(edit(plans["two"], 0, drop(Op.SEND, 1)))
-    assert "channel rank 0 -> rank 1: send has messages [0, 2, 3], expected 0-2 in order" in text
+    lacks(
+        text,
+        "channel rank 0 -> rank 1: send has messages [0, 2, 3], expected 0-3 in order",
+        "send of message 1",
+        "1 #NUMBER post F.PP0.MB1",
+    )
 
 
 def test_the_last_send_dropped(plans: dict[str, Plan]):
     text = refused(edit(plans["two"], 0, drop(Op.SEND, -1)))
-    assert "channel rank 0 -> rank 1: post has messages [0, 1, 2, 3], expected 0-2 in order" in text
+    lacks(
+        text,
+        "channel rank 0 -> rank 1: send has messages [0, 1, 2], expected 0-3 in order",
+        "send of message 3",
+        "1 #NUMBER post F.PP0.MB3",
+    )
+    assert "post has messages" not in text
 
 
 def test_a_wait_dropped(plans: dict[str, Plan]):
     text = refused(edit(plans["two"], 1, drop(Op.WAIT, 2)))
-    assert (
-        "channel rank 0 -> rank 1: wait has messages [0, 1, 3], expected each of 0-3 once" in text
+    lacks(
+        text,
+        "channel rank 0 -> rank 1: wait has messages [0, 1, 3], expected each of 0-3 once",
+        "wait of message 2",
+        "1 #NUMBER post F.PP0.MB2",
     )
     assert "is read before it is written" in text
 
 
 def test_a_drain_dropped(plans: dict[str, Plan]):
     text = refused(edit(plans["two"], 0, drop(Op.DRAIN, 1)))
-    assert (
-        "channel rank 0 -> rank 1: drain has messages [0, 2, 3], expected each of 0-3 once" in text
+    lacks(
+        text,
+        "channel rank 0 -> rank 1: drain has messages [0, 2, 3], expected each of 0-3 once",
+        "drain of message 1",
+        "0 #NUMBER send F.PP0.MB1",
     )
 
 
 def test_a_post_dropped(plans: dict[str, Plan]):
     text = refused(edit(plans["two"], 0, drop(Op.POST, 0)))
-    assert "channel rank 1 -> rank 0: post has messages [1, 2, 3, 4], expected 0-4 in order" in text
+    lacks(
+        text,
+        "channel rank 1 -> rank 0: post has messages [1, 2, 3, 4], expected 0-4 in order",
+        "post of message 0",
+        "1 #NUMBER send B.PP1.MB0",
+    )
+
+
+def test_a_message_that_three_ends_lack(plans: dict[str, Plan]):
+    """One end too many: the others are missed by it."""
+
+    def change(instrs: list[Instr]) -> None:
+        at = nth(instrs, Op.SEND, -1)
+        instrs.insert(at + 1, replace(instrs[at], message=4))
+
+    text = refused(edit(plans["two"], 0, change))
+    for op, each in (("post", ""), ("wait", "each of "), ("drain", "each of ")):
+        rule = "once" if each else "in order"
+        lacks(
+            text,
+            f"channel rank 0 -> rank 1: {op} has messages [0, 1, 2, 3], expected {each}0-4 {rule}",
+            f"{op} of message 4",
+            "0 #NUMBER send F.PP0.MB3",
+        )
 
 
 def test_posts_out_of_order(plans: dict[str, Plan]):
@@ -168,7 +217,9 @@ def test_a_message_waited_for_twice(plans: dict[str, Plan]):
         instrs.insert(at, replace(instrs[at], outputs=("twice",)))
 
     text = refused(edit(plans["two"], 1, change))
-    assert "wait has messages [0, 0, 1, 2, 3], expected each of 0-3 once" in text
+    twice = "wait has messages [0, 0, 1, 2, 3], expected each of 0-3 once"
+    place = r"\n    rank 1 #\d+ wait F\.PP0\.MB0 on stream 'recv' \[\S*models\.py:\d+\]"
+    assert re.search(re.escape(twice) + place * 2, text), text
 
 
 @pytest.mark.parametrize("end", [Op.SEND, Op.POST])
@@ -244,14 +295,19 @@ def test_a_gradient_never_written(plans: dict[str, Plan]):
                 outputs = tuple("_" if reg == "grad_w_1" else reg for reg in instr.outputs)
                 instrs[at] = replace(instr, outputs=outputs, adds=())
 
-    assert "rank 0: results never written: grad_w_1" in refused(edit(plans["two"], 0, change))
+    text = refused(edit(plans["two"], 0, change))
+    assert "rank 0: results never written: grad_w_1\n" in text
+    used = (
+        r"'grad_w_1' is of what is read first at rank 0 #\d+ run F\.PP0\.MB0 \[.*models\.py:\d+\]"
+    )
+    assert re.search(used, text), text
 
 
 def test_a_result_freed(plans: dict[str, Plan]):
     text = refused(
         edit(plans["two"], 1, lambda instrs: instrs.append(Instr(op=Op.FREE, inputs=("loss",))))
     )
-    assert "rank 1: results never written: loss" in text
+    assert "rank 1: results never written: loss\n    'loss' is freed at rank 1 #" in text
 
 
 def test_a_microbatch_left_out_of_a_gradient(plans: dict[str, Plan]):
@@ -290,6 +346,56 @@ def test_all_faults_at_once(plans: dict[str, Plan]):
     text = refused(edit(plans["two"], 0, change))
     for part in ("the plan is unsafe", "written twice", "drain has", "never written: grad_w_1"):
         assert part in text
+
+
+def test_every_part_is_asked_whatever_another_found():
+    """A register, a channel and the specs of another, a gather, and a deadlock, all at once."""
+    strategy = piper.strategies.pipeline(
+        "one_f_one_b", ranks=3, num_microbatches=4, replicas=2, zero=3
+    )
+    plan = piper.plan(Stack4(3), strategy, rows(8), 6)
+    programs = list(plan.programs)
+
+    def changed(rank: int, *changes: Callable[[list[Instr]], None]) -> None:
+        instrs = list(programs[rank].instrs)
+        for change in changes:
+            change(instrs)
+        programs[rank] = replace(programs[rank], instrs=tuple(instrs))
+
+    def early(instrs: list[Instr]) -> None:
+        """Waits for the first gradient before it sends anything."""
+        wait = next(k for k, i in enumerate(instrs) if i.op is Op.WAIT and i.task == "B.PP1.MB0")
+        sends = [i for i in instrs[:wait] if i.op is Op.SEND]
+        rest = [i for i in instrs[:wait] if i.op is not Op.SEND]
+        instrs[: wait + 1] = [*rest, instrs[wait], *sends]
+
+    def ungathered(instrs: list[Instr]) -> None:
+        """A task reads its block itself."""
+        gather = instrs[nth(instrs, Op.ALL_GATHER)]
+        at = nth(instrs, Op.RUN)
+        instrs[at] = replace(instrs[at], inputs=(gather.inputs[0], *instrs[at].inputs[1:]))
+
+    first, second, third = sorted({plan.group(r) for r in range(6)})
+    changed(first[0], early)
+    changed(second[1], drop(Op.SEND), vary(Op.SEND, 0, task="other"))
+    changed(third[0], ungathered, lambda instrs: instrs.append(Instr(op=Op.FREE, inputs=("no",))))
+    text = refused(programs)
+    title, *_ = text.splitlines()
+    assert title == "the plan is unsafe"
+    for part in (
+        "'no' is read before it is written",
+        "in order\n    no send of message 0, whose other end is rank",
+        "differs: sent other",
+        "is a block of a parameter, read before its gather",
+        "the plan deadlocks: rank",
+    ):
+        assert part in text, f"{part}\n{text}"
+
+
+def test_channels_that_do_not_match_make_no_cycle(plans: dict[str, Plan]):
+    """Who waits for whom is not known of them; nothing else is wrong."""
+    text = refused(edit(plans["two"], 0, drop(Op.POST, 0)))
+    assert "deadlocks" not in text
 
 
 def test_a_cycle_names_both_ranks_and_the_users_lines(plans: dict[str, Plan]):
@@ -482,116 +588,3 @@ def needs(task: tuple[str, int, int]) -> set[tuple[str, int, int]]:
     if which == "F":
         return {("F", 0, mb)} if stage else set()
     return {("F", stage, mb)} | (set() if stage else {("B", 1, mb)})
-
-
-def collective(
-    rank: int, number: int, group: tuple[int, ...], op: Op = Op.ALL_REDUCE
-) -> list[Instr]:
-    """One collective and its wait, of a register of its own."""
-    spec = TensorSpec(shape=(4,), dtype=torch.float16, stride=(1,))
-    start = Instr(
-        op=op,
-        task=f"c{number}",
-        inputs=(f"w{number}",),
-        outputs=(f"h{number}",),
-        group=group,
-        specs=(spec,),
-    )
-    wait = Instr(op=Op.WAIT, task=f"c{number}", inputs=(f"h{number}",), outputs=(f"r{number}",))
-    return [start, wait]
-
-
-def by_hand(*ranks: list[Instr]) -> Programs:
-    return [
-        RankProgram(
-            rank=rank,
-            world_size=len(ranks),
-            instrs=tuple(instrs),
-            state=(("w", 0), *((f"w{i}", i + 1) for i in range(4))),
-            data=(),
-            weights=(),
-            tangents=(),
-            loss="",
-            outputs=tuple(
-                (i, reg)
-                for i, reg in enumerate(r for one in instrs for r in one.outputs if r[0] in "rx")
-            ),
-            grads=(),
-            buffers=(),
-            chunks=(),
-        )
-        for rank, instrs in enumerate(ranks)
-    ]
-
-
-def test_collectives_in_one_order_are_safe():
-    both = (0, 1)
-    ranks = [[*collective(r, 0, both), *collective(r, 1, both)] for r in both]
-    verify(by_hand(*ranks))
-    simulate(by_hand(*ranks), Costs(), {})
-
-
-def test_collectives_in_two_orders_are_refused():
-    both = (0, 1)
-    one = [*collective(0, 0, both), *collective(0, 1, both)]
-    other = [*collective(1, 1, both), *collective(1, 0, both)]
-    text = refused(by_hand(one, other))
-    assert (
-        "group (0, 1) on stream 'compute': collective 0 differs between rank 0 (all_reduce c0) "
-        "and rank 1 (all_reduce c1)" in text
-    )
-
-
-def test_a_collective_that_a_member_leaves_out_is_refused():
-    both = (0, 1)
-    text = refused(
-        by_hand([*collective(0, 0, both), *collective(0, 1, both)], collective(1, 0, both))
-    )
-    assert "collective 1 differs between rank 0 (all_reduce c1) and rank 1 (none left)" in text
-
-
-@pytest.mark.parametrize("part", ["op", "shape"])
-def test_unlike_collectives_are_refused(part: str):
-    both = (0, 1)
-    start, wait = collective(1, 0, both, Op.ALL_GATHER if part == "op" else Op.ALL_REDUCE)
-    if part == "shape":
-        start = replace(start, specs=(replace(start.specs[0], shape=(5,)),))
-    assert "collective 0 differs" in refused(by_hand(collective(0, 0, both), [start, wait]))
-
-
-def test_a_collective_of_others_is_refused():
-    text = refused(
-        by_hand(collective(0, 0, (0, 1)), collective(1, 0, (0, 1)), collective(2, 0, (0, 1)))
-    )
-    assert "rank 2 #0 all_reduce c0: is not in its group (0, 1)" in text
-
-
-def test_collectives_of_two_groups_that_cross_deadlock():
-    """Rank 0 waits for the one of (0, 1) first, rank 1 for the one of (1, 2), rank 2 of (0, 2)."""
-    a, b, c = (0, 1), (1, 2), (0, 2)
-    ranks = [
-        [*collective(0, 0, a), *collective(0, 2, c)],
-        [*collective(1, 1, b), *collective(1, 0, a)],
-        [*collective(2, 2, c), *collective(2, 1, b)],
-    ]
-    text = refused(by_hand(*ranks))
-    assert text.startswith("the plan deadlocks: rank 0, rank 1, rank 2 wait for one another")
-    with pytest.raises(PiperError, match="deadlocks in simulation"):
-        simulate(by_hand(*ranks), Costs(), {})
-    ranks[0] = [*collective(0, 2, c), *collective(0, 0, a)]
-    verify(by_hand(*ranks))
-    simulate(by_hand(*ranks), Costs(), {})
-
-
-def test_a_collective_and_a_message_that_cross_deadlock():
-    spec = TensorSpec(shape=(4,), dtype=torch.float16, stride=(1,))
-    send = Instr(op=Op.SEND, task="m", inputs=("w",), peer=1, message=0, spec=spec)
-    drain = replace(send, op=Op.DRAIN)
-    post = Instr(op=Op.POST, task="m", outputs=("h",), peer=0, message=0, spec=spec)
-    wait = Instr(op=Op.WAIT, task="m", inputs=("h",), outputs=("x",), peer=0, message=0)
-    both = (0, 1)
-    crossing = by_hand(
-        [*collective(0, 0, both), send, drain], [post, wait, *collective(1, 0, both)]
-    )
-    assert refused(crossing).startswith("the plan deadlocks: rank 0, rank 1 wait")
-    verify(by_hand([send, *collective(0, 0, both), drain], [post, wait, *collective(1, 0, both)]))

@@ -369,9 +369,12 @@ def repeat(program: RankProgram, start: int) -> RankProgram:
     return replace(program, instrs=tuple(instrs), grads=grads)
 
 
-def regroup(program: RankProgram, start: int, group: tuple[int, ...]) -> RankProgram:
+def regroup(
+    program: RankProgram, start: int, group: tuple[int, ...], task: str = ""
+) -> RankProgram:
     instrs = list(program.instrs)
-    instrs[start] = replace(instrs[start], group=group)
+    one = instrs[start]
+    instrs[start] = replace(one, group=group, task=task or one.task)
     return replace(program, instrs=tuple(instrs))
 
 
@@ -436,10 +439,22 @@ def test_gradients_that_are_reduced_over_this_rank_alone(zero: int) -> None:
 @pytest.mark.parametrize("zero", range(4))
 def test_gradients_that_are_reduced_over_another_group(zero: int) -> None:
     """Over the two stages of a replica instead of the replicas of a stage."""
-    told(
+    text = told(
         plan(zero).programs,
-        lambda p: regroup(p, first(p), (p.rank % 2, p.rank % 2 + 2)),
+        lambda p: regroup(p, first(p), (p.rank % 2, p.rank % 2 + 2), task="together"),
     )
+    mentions(text, "which it is not to be reduced over")
+    # From level 2 on other microbatches bring the parts that are missing.
+    mentions(text, "adds what is reduced and what is not" if zero > 1 else "is not reduced over")
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_gradients_that_are_reduced_over_more_ranks_too(zero: int) -> None:
+    """The stages of all replicas together: nobody's part is missing."""
+    text = told(plan(zero).programs, lambda p: regroup(p, first(p), (0, 1, 2, 3), task="together"))
+    mentions(text, "has the contributions of ranks [2, 3], which it is not to be reduced over")
+    mentions(text, "has the contributions of ranks [0, 1], which it is not to be reduced over")
+    assert "is not reduced over ranks" not in text
 
 
 def test_a_reduction_on_some_ranks_only() -> None:

@@ -18,10 +18,11 @@ Two places stand for all in the proof, one in the simulation.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import zip_longest
 
 from piper_dynamo.ir.graph import Dag
-from piper_dynamo.ir.program import RankProgram, where
+from piper_dynamo.ir.program import Instr, RankProgram, where
 
 Groups = Sequence[tuple[int, ...]]
 
@@ -73,9 +74,39 @@ def check_alike(pairs: Sequence[tuple[RankProgram, RankProgram]], groups: Groups
             for position, ranks in one.contributors
             if moved[ranks] is None
         ]
-        if not faults and _renamed(one, other, moved) != two:
-            faults.append(f"rank {two.rank} does not do what rank {one.rank} does")
+        if not faults:
+            renamed = _renamed(one, other, moved)
+            if renamed != two:
+                at = _parting(one, renamed, two)
+                faults.append(f"rank {two.rank} does not do what rank {one.rank} does{at}")
     return faults
+
+
+def _parting(one: RankProgram, renamed: RankProgram, two: RankProgram) -> str:
+    """Lines for the first instruction in which two replicas' programs differ, or what else does.
+
+    Args:
+        one: The one's program.
+        renamed: What the other's is to be.
+        two: What it is.
+    """
+    for index, (mine, theirs) in enumerate(zip_longest(renamed.instrs, two.instrs)):
+        if mine == theirs:
+            continue
+        odd = [
+            f.name
+            for f in fields(Instr)
+            if mine and theirs and getattr(mine, f.name) != getattr(theirs, f.name)
+        ]
+        ends = ((mine, one), (theirs, two))
+        lines = [
+            where(program, index) if instr else f"rank {program.rank} has no instruction #{index}"
+            for instr, program in ends
+        ]
+        differ = [f"they differ in {', '.join(odd)}"] if odd else []
+        return "".join(f"\n  {line}" for line in (*lines, *differ))
+    odd = [f.name for f in fields(two) if getattr(renamed, f.name) != getattr(two, f.name)]
+    return f"\n  all instructions are alike, but not {', '.join(odd)}"
 
 
 def _moved(

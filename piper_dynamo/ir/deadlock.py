@@ -10,11 +10,12 @@ Formal: acyclic(happens-before)  =>  no run of these programs deadlocks, given a
 and FIFO channels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from piper_dynamo.errors import format_error
 from piper_dynamo.ir.cycle import find_cycle
+from piper_dynamo.ir.matching import Channel
 from piper_dynamo.ir.program import COLLECTIVES, Group, Instr, Op, RankProgram, where
 
 
@@ -27,14 +28,18 @@ class Point:
     done: bool
 
 
-def find_deadlock(programs: Sequence[RankProgram]) -> str:
+def find_deadlock(
+    programs: Sequence[RankProgram], unmatched: Collection[Channel | Group] = ()
+) -> str:
     """What waits for what in a shortest cycle, drawn; nothing where there is none.
 
     Args:
-        programs: Those of all ranks; messages and collectives match.
+        programs: Those of all ranks.
+        unmatched: Channels and communicators whose ends do not match: of these it is not known who
+            waits for whom, so they make no cycle.
     """
     by_rank = {program.rank: program for program in programs}
-    cycle = _HappensBefore(by_rank).cycle()
+    cycle = _HappensBefore(by_rank, unmatched).cycle()
     if not cycle:
         return ""
     shown = ", ".join(f"rank {rank}" for rank in sorted({point.rank for point in cycle}))
@@ -108,8 +113,11 @@ def _waits_for(instr: Instr, origin: Instr) -> bool:
 class _HappensBefore:
     """The graph; a vertex per issue, per completion, and per collective that all have issued."""
 
-    def __init__(self, programs: Mapping[int, RankProgram]) -> None:
+    def __init__(
+        self, programs: Mapping[int, RankProgram], unmatched: Collection[Channel | Group]
+    ) -> None:
         self.programs = programs
+        self.unmatched = unmatched
         self.start: dict[int, int] = {}
         count = 0
         for program in programs.values():
@@ -165,10 +173,12 @@ class _HappensBefore:
     def _messages(self) -> None:
         """A message ends after both ends are issued and after the one before it."""
         for key, sent in self.sends.items():
+            source, target, message = key
+            if (source, target) in self.unmatched:
+                continue
             posted = self.posts[key]
             self.successors[sent].append(posted + 1)
             self.successors[posted].append(sent + 1)
-            source, target, message = key
             if message:
                 before = (source, target, message - 1)
                 self.successors[self.sends[before] + 1].append(sent + 1)
@@ -176,7 +186,9 @@ class _HappensBefore:
 
     def _collectives(self) -> None:
         """A collective ends on each member after all have issued it."""
-        for members in self.groups.values():
+        for (communicator, _), members in self.groups.items():
+            if communicator in self.unmatched:
+                continue
             all_here = len(self.successors)
             self.successors.append([point + 1 for point in members])
             for point in members:

@@ -2,8 +2,13 @@
 
 Its parts: registers and sums (here), messages and collectives (`matching.py`), deadlocks
 (`deadlock.py`), what several ranks hold (`contributions.py`), experts (`exchanges.py`), dtypes
-(`casts.py`), and what is computed (`evaluate.py`). A part that follows values through messages is
-asked once these match.
+(`casts.py`), and what is computed (`evaluate.py`).
+
+All parts that look at one rank at a time, at both ends of messages or at the order of collectives
+are asked, whatever the others found, and so is that about deadlocks, of the channels and groups
+that match. Two parts follow values through messages and sums, so that they would blame every task
+behind another fault: contributions are asked once registers, messages and collectives are right,
+and what is computed once all else is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +19,7 @@ from piper_dynamo.ir.contributions import check_gathers, check_reductions
 from piper_dynamo.ir.deadlock import find_deadlock
 from piper_dynamo.ir.evaluate import check_values
 from piper_dynamo.ir.exchanges import check_exchanges
-from piper_dynamo.ir.matching import check_collectives, check_messages
+from piper_dynamo.ir.matching import match
 from piper_dynamo.ir.meaning import Meaning
 from piper_dynamo.ir.program import COLLECTIVES, REDUCTIONS, Instr, Op, RankProgram, where
 
@@ -37,27 +42,26 @@ def verify(
             given or not of what they are to be, values that are not those of the model, and a
             deadlock's cycle.
     """
-    between = [*check_messages(programs), *check_collectives(programs)]
+    between = match(programs)
+    registers = _check_registers(programs)
     faults = [
-        *_check_registers(programs),
+        *registers,
         *_check_sums(programs),
         *_check_flights(programs),
-        *between,
+        *between.faults,
+        *check_gathers(programs),
+        *check_exchanges(programs),
+        *check_casts(programs),
     ]
-    deadlock = "" if between else find_deadlock(programs)
-    if not faults:  # these follow values through messages and collectives that match
-        faults = [
-            *check_reductions(programs),
-            *check_gathers(programs),
-            *check_exchanges(programs),
-            *check_casts(programs),
-        ]
-    if not faults and not deadlock and meaning is not None:
-        ranks = {program.rank: 0 for program in programs}
-        faults = [
-            *check_values(programs, meaning, ranks if replicas is None else replicas),
-            *_check_frees(programs),
-        ]
+    if not registers and not between.faults:
+        faults += check_reductions(programs)
+    deadlock = find_deadlock(programs, between.unmatched)
+    if meaning is not None:
+        kept = _check_frees(programs)
+        if not faults and not deadlock:
+            ranks = {program.rank: 0 for program in programs}
+            faults += check_values(programs, meaning, ranks if replicas is None else replicas)
+        faults += kept
     if deadlock and not faults:
         raise PiperPlanError(deadlock)
     if faults:
@@ -87,8 +91,30 @@ def _check_registers(programs: Sequence[RankProgram]) -> list[str]:
                 alive.add(reg)
         missing = sorted(program.results() - alive)
         if missing:
-            faults.append(f"rank {program.rank}: results never written: {', '.join(missing)}")
+            faults.append(
+                f"rank {program.rank}: results never written: {', '.join(missing)}"
+                f"{''.join(_near(program, reg) for reg in missing)}"
+            )
     return faults
+
+
+def _near(program: RankProgram, reg: str) -> str:
+    """A line for a result that is not there: who frees it, or who reads what it is the result of.
+
+    Nothing where that is no parameter or buffer.
+    """
+    positions = {position for position, made in (*program.grads, *program.buffers) if made == reg}
+    given = {held for held, position in program.state if position in positions}
+    freed, read = -1, -1
+    for index, instr in enumerate(program.instrs):
+        if instr.op is Op.FREE and reg in instr.inputs:
+            freed = index
+        elif read < 0 and given & set(instr.reads()):
+            read = index
+    if freed >= 0:
+        return f"\n  {reg!r} is freed at {where(program, freed)}"
+    used = f"\n  {reg!r} is of what is read first at {where(program, read)}"
+    return used if read >= 0 else ""
 
 
 def _check_frees(programs: Sequence[RankProgram]) -> list[str]:
