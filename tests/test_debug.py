@@ -155,6 +155,31 @@ def test_a_dump_holds_what_tasks_saw(tmp_path: Path):
     assert x.shape == hidden.shape
 
 
+def test_a_dump_without_a_folder_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As the simplest call is written; the folder is that of the call, wherever the step runs."""
+    monkeypatch.chdir(tmp_path)
+    where: list[Path] = []
+
+    def job() -> None:
+        step = piper.compile(Stack4(2), jobs.strategy(LINE2, 2), example_inputs=rows(8))
+        where.append(piper.debug.dump(step, {"PP": 1, "MB": 0}))
+        step(*rows(8))
+
+    jobs.run_ranks(job, 2)
+    assert where == [tmp_path / "piper-dump"] * 2
+    assert [one.task for one in read_dump("piper-dump")] == ["F.PP1.MB0", "B.PP1.MB0"]
+    told = {one.getMessage() for one in caplog.records if one.name == "piper.dump"}
+    assert told == {
+        f"rank 0 dumped 0 tasks to {where[0]}",
+        f"rank 1 dumped 2 tasks to {where[0]}",
+    }
+    caplog.clear()
+    dumped("line", tmp_path / "named")
+    assert not [one for one in caplog.records if one.name == "piper.dump"]
+
+
 def test_equal_runs_do_not_part(runs: Callable[[str], Path], tmp_path: Path):
     dumped("line", tmp_path)
     found = debug.diff(runs("line"), tmp_path)

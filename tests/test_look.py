@@ -493,7 +493,10 @@ def test_explain_refuses(sharded: piper.Plan, subject: str, words: list[str]):
     [
         ("explain F.PP1.MB0", ("piper explain example.py F.PP1.MB0", "piper explain - F.PP1.MB0")),
         ("explain", ("needs a target and a subject", "piper explain - F.PP0.MB0")),
-        ("search --devices 2", ("piper profile measures this machine",)),
+        (
+            "search --devices 2 --flops 1e9 --profile profile.json",
+            ("say once what things take: --profile, or --flops and --memory-bandwidth",),
+        ),
         ("plot --costs-from no.json", ("piper profile, or piper.profile, measures",)),
         ("plot --costs F=1,X=2", ("there is no 'X'; known: F, BI, BW",)),
         ("plott", ("Did you mean 'plot'?",)),

@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.work import work_by_operator
 from piper_dynamo.predict import measuring
 from piper_dynamo.predict.profile import FEATURES, ChunkTime, Profile, features_of, fitted
+from tests import jobs
 from tests.models import Stack4, rows
 
 
@@ -309,6 +312,21 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Profile.from_json(found.to_json()) == found
     plan = plan_of(Stack4(1), rows(8), num_microbatches=2)
     assert plan.simulate(found).makespan > 0
+
+
+def test_other_devices_than_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on a GPU return before they are done: nothing is measured, and no process started."""
+    made = piper.plan(Stack4(2), jobs.strategy(jobs.LINE2, 2), rows(4))
+    name, chunk = next((n, c) for n, c in made.chunks.items() if n.startswith("B_PP1"))
+    moved = tuple(s and replace(s, device="cuda:1") for s in chunk.inputs)
+    chunks = {**made.chunks, name: replace(chunk, inputs=moved)}
+    elsewhere = SimpleNamespace(chunks=chunks, world_size=2)
+    monkeypatch.setattr(measuring, "plan", lambda *_, **__: elsewhere)
+    monkeypatch.setattr(measuring, "compile_chunks", None)
+    monkeypatch.setattr(measuring, "launch", None)
+    with pytest.raises(PiperError, match="ranks compute on the CPU") as refused:
+        piper.profile(Stack4(2), None, rows(4))
+    jobs.mentions(str(refused.value), "cuda:1", f"chunk {name}", "piper.Costs.roofline")
 
 
 def test_ranks_of_a_profile_are_a_number() -> None:

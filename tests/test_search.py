@@ -20,6 +20,7 @@ from piper_dynamo.errors import PiperError, PiperStrategyError
 from piper_dynamo.look.compare import compare
 from piper_dynamo.look.prediction import bytes_of
 from piper_dynamo.look.target import Target
+from piper_dynamo.predict.nominal import CPU, GPU, nominal
 from piper_dynamo.predict.search import memory_by_rank
 from piper_dynamo.predict.space import Choice, Space
 from piper_dynamo.predict.stages import Unit, balanced
@@ -258,6 +259,21 @@ def test_the_same_search_finds_the_same(everything) -> None:
     ]
 
 
+def test_a_search_without_costs_says_what_it_counts_by() -> None:
+    """As the simplest call is written; what it finds is that of the roofline that it names."""
+    model, inputs, devices = Net(), batch(), 2
+    found = piper.search(model, inputs, devices, memory=2**20)
+    assert found.best
+    assert "costs: none were given, so those of a CPU core a rank: 4e+10 FLOP/s" in str(found)
+    assert found.to_dict()["costs"] == str(CPU)
+    assert found.best == piper.search(model, inputs, devices, memory=2**20, costs=CPU).best
+    assert nominal(["cpu", "meta"]) is CPU
+    assert nominal(["cpu", "cuda:0"]) is GPU
+    gpu = piper.search(model, inputs, devices, costs=GPU)
+    assert gpu.best[0].seconds < found.best[0].seconds
+    assert looked(top=1, pp=(4,), microbatches=(1,)).costs == "as given"
+
+
 def test_memory_is_a_limit(everything) -> None:
     most = sorted(one.memory for one in everything.best)[len(everything.best) // 2]
     found = looked(exhaustive=True, top=10**6, memory=most, recompute=(1.0,))
@@ -464,6 +480,13 @@ def test_the_command_finds_draws_and_writes(file: Path, tmp_path: Path) -> None:
     assert (tmp_path / "search.png").stat().st_size > 1000
 
 
+def test_the_command_without_costs_takes_usual_hardware(file: Path) -> None:
+    found = piper_("search", file, "--devices", 1, "--json")
+    assert found.exit_code == 0, found.output
+    assert "costs: none were given" in found.stdout
+    assert "a CPU core" in json.loads(found.stdout.splitlines()[-1])["costs"]
+
+
 def test_nothing_that_fits_is_exit_code_1(file: Path) -> None:
     found = piper_("search", file, "--devices", 1, *RATES, "--memory", "1KiB")
     assert found.exit_code == 1
@@ -482,9 +505,8 @@ def test_options_narrow_the_search_of_a_built_in_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "say what things take"),
         (("--flops", 1e9), "needs both"),
-        ((*RATES, "--profile", "x"), "say what things take"),
+        ((*RATES, "--profile", "x"), "say once what things take"),
         ((*RATES, "--ranks", 2), "uses --devices"),
         ((*RATES, "--memory", "much"), "write it as 4GiB"),
         ((*RATES, "--keep", "step"), "--keep: a search does not take this"),

@@ -6,6 +6,7 @@ Terms: a *dump* is a folder with a file per rank, `rank-0.pt`, that `torch.load`
 Signature: a step, tasks, folder -> the next step writes a dump; folder -> its records.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,9 @@ from piper_dynamo.ir.task import TaskName
 from piper_dynamo.planning import Plan
 from piper_dynamo.state import StepState
 
+log = logging.getLogger("piper.dump")
 FORMAT = 1
+FOLDER = "piper-dump"  # in the working directory, where no other is named
 Values = list[tuple[str, Tensor | None]]
 
 
@@ -56,7 +59,7 @@ class Record:
     adds: list[int]
 
 
-def dump(step: Any, tasks: Tasks, folder: str | Path) -> None:
+def dump(step: Any, tasks: Tasks, folder: str | Path | None = None) -> Path:
     """Have the next step write inputs and outputs of tasks.
 
     Every rank must call it, and writes `folder/rank-<its number>.pt`, replaced as a whole once the
@@ -68,14 +71,20 @@ def dump(step: Any, tasks: Tasks, folder: str | Path) -> None:
     Args:
         step: A compiled step that has been prepared or run.
         tasks: A filter such as `{"PP": 1, "MB": 0}`, `{}` for all tasks, or a task's name.
-        folder: Where to; made if it is not there. Earlier dumps in it are replaced.
+        folder: Where to; made if it is not there. Earlier dumps in it are replaced. None:
+            `piper-dump` in the working directory; each rank logs where that is.
+
+    Returns:
+        The folder, as an absolute path.
 
     Raises:
         PiperError: The step is not prepared, or its plan has no such task.
         PiperStrategyError: It is no filter.
     """
     state = state_of(step)
-    state.dump = _Dump(state, wanted(plan_of(step), tasks), Path(folder))
+    where = Path(FOLDER if folder is None else folder).absolute()
+    state.dump = _Dump(state, wanted(plan_of(step), tasks), where, is_told=folder is None)
+    return where
 
 
 @dataclass(slots=True)
@@ -93,6 +102,7 @@ class _Dump:
     state: StepState
     tasks: Filter
     folder: Path
+    is_told: bool
     plan: Plan | None = None
     program: RankProgram | None = None
     seen: dict[int, _Seen] = field(default_factory=dict)
@@ -134,6 +144,8 @@ class _Dump:
                 "records": rows,
             },
         )
+        if self.is_told:
+            log.warning("rank %d dumped %d tasks to %s", self.program.rank, len(rows), self.folder)
 
     def _row(
         self, instr: Instr, names: Mapping[str, str], start: float, seen: _Seen

@@ -88,6 +88,9 @@ def search(  # noqa: PLR0913  (an option each)
     TARGET is a Python file that defines model() and inputs(), here of all replicas together, or
     nothing: then the options describe a model of piper train, and those of --pp, --dp, --schedule,
     --microbatches, --zero and --recompute that are given narrow the search.
+
+    Without --profile or --flops, what things take is that of usual hardware, which is told: enough
+    to tell strategies apart, and no prediction of this machine.
     """
     from pathlib import Path
 
@@ -156,20 +159,22 @@ def _narrowed(ctx: click.Context, devices: int) -> dict[str, Any]:
     return {names.get(name, name): (value,) for name, value in asked.items()}
 
 
-def _costs_of(path: str | None, rates: Mapping[str, float | None]) -> "CostsOf":
-    """A profile, or a roofline of the rates that are given."""
+def _costs_of(path: str | None, rates: Mapping[str, float | None]) -> "CostsOf | None":
+    """A profile, or a roofline of the rates that are given, if any are."""
     from piper_dynamo.costs import Costs
     from piper_dynamo.look.target import Misuse
     from piper_dynamo.predict.profile import Profile
 
     given: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
-    if (path is None) == (not given):
+    if path is not None and given:
         raise Misuse(
-            "say what things take: --profile, or --flops and --memory-bandwidth; piper profile "
-            "measures this machine and writes profile.json for --profile"
+            "say once what things take: --profile, or --flops and --memory-bandwidth; without "
+            "either it is what usual hardware does"
         )
     if path is not None:
         return Profile.load(path)
+    if not given:
+        return None
     if "flops" not in given or "memory_bandwidth" not in given:
         raise Misuse("a roofline needs both --flops and --memory-bandwidth")
     return lambda chunks: Costs.roofline(chunks, **given)

@@ -59,6 +59,7 @@ class Search:
         left_out: What was asked for that is no choice, and why.
         devices: Ranks of the job.
         memory: Bytes that a rank may hold; None: any number.
+        costs: What times were predicted by.
     """
 
     best: tuple[Found, ...]
@@ -66,11 +67,12 @@ class Search:
     left_out: tuple[str, ...]
     devices: int
     memory: float | None
+    costs: str
 
     def __str__(self) -> str:
         """The best as a table, and how many others were dropped for what."""
         count = len(self.best) + len(self.dropped)
-        lines = [f"search of {count} strategies for {self.devices} ranks"]
+        lines = [f"search of {count} strategies for {self.devices} ranks", f"costs: {self.costs}"]
         heads = ["time", "memory", *Choice.__annotations__]
         rows = [
             [f"{f.seconds:.4g}", show_bytes(f.memory), *map(str, asdict(f.choice).values())]
@@ -94,6 +96,7 @@ class Search:
         return {
             "devices": self.devices,
             "memory": self.memory,
+            "costs": self.costs,
             "best": [
                 {"seconds": f.seconds, "bound": f.bound, "memory": f.memory, **asdict(f.choice)}
                 for f in self.best

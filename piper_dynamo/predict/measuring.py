@@ -27,7 +27,7 @@ from piper_dynamo import strategies
 from piper_dynamo.access import state_of
 from piper_dynamo.api import compile as piper_compile
 from piper_dynamo.api import plan
-from piper_dynamo.errors import PiperError
+from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.ir.alias import exchange_of
 from piper_dynamo.ir.chunk import Chunk
 from piper_dynamo.ir.program import Op
@@ -74,7 +74,11 @@ def measurable(chunks: Mapping[str, Chunk], mode: str) -> list[Measured]:
     Args:
         chunks: By name.
         mode: How they run, "aten" or "inductor".
+
+    Raises:
+        PiperError: Some are not on the CPU.
     """
+    _refuse_devices(chunks)
     distinct = {
         chunk.key: chunk
         for chunk in chunks.values()
@@ -90,6 +94,24 @@ def measurable(chunks: Mapping[str, Chunk], mode: str) -> list[Measured]:
             one.once()
         found.append(one)
     return found
+
+
+def _refuse_devices(chunks: Mapping[str, Chunk]) -> None:
+    """Of other devices calls return before they are done, and links and hosts are other ones."""
+    devices: dict[str, str] = {}
+    for name, chunk in chunks.items():
+        for spec in (*chunk.inputs, *chunk.outputs):
+            if spec is not None and spec.device != "cpu":
+                devices.setdefault(spec.device, name)
+    if devices:
+        raise PiperError(
+            format_error(
+                "a profile is of a machine whose ranks compute on the CPU",
+                {device: f"chunk {name}, among others" for device, name in devices.items()},
+                hint="give inputs and a model on the CPU; for other devices, costs from their data "
+                "sheet: piper.Costs.roofline(plan.chunks, flops=..., memory_bandwidth=...)",
+            )
+        )
 
 
 def measure_chunks(chunks: Mapping[str, Chunk], mode: str) -> tuple[ChunkTime, ...]:
@@ -268,7 +290,9 @@ def profile(
 ) -> Profile:
     """Measure this machine: a model's chunks, messages between processes, and the host.
 
-    Takes seconds per chunk, and starts processes: under `if __name__ == "__main__":` in a script.
+    Of the CPU: chunks on other devices are refused, since neither they nor the links and the host
+    beside them are measured here (`Costs.roofline` says what such hardware does). Takes seconds per
+    chunk, and starts processes: under `if __name__ == "__main__":` in a script.
     What else runs on the machine is measured, too.
 
     Args:
@@ -282,7 +306,8 @@ def profile(
         The profile, which `plan.simulate`, `plan.plot` and `piper.search` take as costs.
 
     Raises:
-        PiperError: The model, the strategy or the inputs are refused, or `ranks` is not at least 1.
+        PiperError: The model, the strategy or the inputs are refused, are not on the CPU, or
+            `ranks` is not at least 1.
     """
     if ranks is not None and (not is_whole(ranks) or ranks < 1):
         raise PiperError(f"profile: ranks is {ranks!r}; give a number of at least 1")

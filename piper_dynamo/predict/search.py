@@ -29,6 +29,7 @@ from piper_dynamo.passes.split import data_dims
 from piper_dynamo.planning import Plan, Template, split_of
 from piper_dynamo.predict.bounds import EXPERTS, STAGE, chunks_of, lower_bound
 from piper_dynamo.predict.found import Dropped, Found, Search
+from piper_dynamo.predict.nominal import Nominal, nominal
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.space import Choice, Regions, Space
 from piper_dynamo.predict.stages import operators_of, regions_of
@@ -50,8 +51,8 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
     inputs: Sequence[Any] | Mapping[str, Any],
     devices: int,
     *,
-    costs: CostsOf,
     memory: float | None = None,
+    costs: CostsOf | None = None,
     optimizer: float = ADAMW,
     schedules: Sequence[str | Schedule] = tuple(SCHEDULES),
     pp: Sequence[int] | None = None,
@@ -72,10 +73,12 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
         model: The single-device model; meta models are welcome.
         inputs: The inputs of the whole job, all replicas together, as for `compile`.
         devices: Ranks; all are used.
-        costs: What chunks and messages take: a profile of the machine, costs of regions, or a
-            function of chunks, as `lambda chunks: piper.Costs.roofline(chunks, ...)`.
         memory: Bytes that a rank may hold: parameters, gradients, optimizer state, buffers and
             what a step needs beside them; None: any number.
+        costs: What chunks and messages take: a profile of the machine, costs of regions, or a
+            function of chunks, as `lambda chunks: piper.Costs.roofline(chunks, ...)`. None: a
+            roofline of usual hardware of the arguments' device, in round numbers
+            (`predict/nominal.py`), which the result tells.
         optimizer: Bytes of optimizer state per byte of parameters that a rank steps (frozen ones
             have none); AdamW has 2.
         schedules: The pipeline schedules to choose from: names in `piper.schedules`, or functions.
@@ -127,7 +130,17 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
         left_out=tuple(space.left_out()),
         devices=devices,
         memory=memory,
+        costs=_said(job.costs),
     )
+
+
+def _said(costs: CostsOf) -> str:
+    """What a search says of its costs."""
+    if isinstance(costs, Nominal):
+        return str(costs)
+    if isinstance(costs, Profile):
+        return f"a profile of {costs.machine.get('processor', 'a machine')}"
+    return "as given"
 
 
 def _walk(
@@ -197,7 +210,7 @@ class _Job:
         self,
         model: nn.Module,
         inputs: Sequence[Any] | Mapping[str, Any],
-        costs: CostsOf,
+        costs: CostsOf | None,
         *,
         optimizer: float,
         loss: LossPath | None,
@@ -207,7 +220,9 @@ class _Job:
         wanted = Strategy(Split({}, num_microbatches=2), loss=loss)
         now = look(model, wanted, inputs, 1, capture=True, compile=compile)
         self._step, self._call = now.steps[-1], now.calls[-1]
-        self._costs, self._optimizer, self._loss = costs, optimizer, loss
+        devices = {a.spec.device for a in self._call.args if a.spec is not None}
+        self.costs = nominal(devices) if costs is None else costs
+        self._optimizer, self._loss = optimizer, loss
         self._own = len(indices_of(self._step.graph, STAGE))
         self._operators = operators_of(self._step.graph, self._call)
         self._dims = data_dims(self._call.args, split_of(wanted))
@@ -240,11 +255,11 @@ class _Job:
         return replace(self._call, args=args)
 
     def _costs_of(self, chunks: Mapping[str, Chunk]) -> Costs:
-        if isinstance(self._costs, Costs):
-            return self._costs
-        if isinstance(self._costs, Profile):
-            return self._costs.costs(chunks)
-        return self._costs(chunks)
+        if isinstance(self.costs, Costs):
+            return self.costs
+        if isinstance(self.costs, Profile):
+            return self.costs.costs(chunks)
+        return self.costs(chunks)
 
     def bound(self, choice: Choice) -> float:
         """What no step of a choice takes less than."""
