@@ -251,7 +251,7 @@ class Plan:
         path: str | Path,
         costs: Costs | Profile | None = None,
         *,
-        unit: str = "units of cost",
+        unit: str | None = None,
         run: str | Path | None = None,
         optimizer: Optimizer = None,
     ) -> None:
@@ -261,18 +261,21 @@ class Plan:
             path: .png, .svg, .html (with zoom and hover) or .json (a trace for Perfetto).
             costs: What things cost, or a profile, whose unit is seconds; None: every pass of a
                 region 1, or what it took in `run`.
-            unit: The unit of the costs; "s" where they are seconds, as beside a run they must be.
+            unit: The unit of the costs; None: units of cost. A profile's and a run's are seconds,
+                whatever is said here.
             run: A run folder, whose measured step is drawn below the predicted one.
             optimizer: Whose state is drawn with what ranks hold, as in `memory`.
         """
         heading, timelines = "predicted", {}
         if run is not None:
-            unit, measured = "s", measured_step(run, self.programs)
+            measured = measured_step(run, self.programs)
             timelines = {"measured": measured}
             if costs is None:
                 heading, costs = PREDICTED_FROM_RUN, measured_costs(measured)
         predicted = {heading: self.timeline(costs, optimizer=optimizer)}
-        save(predicted | timelines, path, unit=unit)
+        if run is not None or isinstance(costs, Profile):
+            unit = "s"
+        save(predicted | timelines, path, unit=unit or "units of cost")
 
     def draw(self, path: str | Path) -> None:
         """Draw the distributed DAG, if it is small: .dot, or .svg where graphviz is installed."""

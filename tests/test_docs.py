@@ -258,6 +258,22 @@ def test_blocks_of_a_document():
     assert sorted(piper_commands_named(EXAMPLE)) == [["plan", "--json"], ["train", "--steps", "3"]]
 
 
+def test_each_form_of_elsewhere_is_converted_as_a_module():
+    """In both directions where there are two; these lines are run with the page's others."""
+    lines = [
+        line.split("#")[0].split()
+        for block in blocks(read("docs/interop.md"))
+        for line in block.code.splitlines()
+        if line.startswith("python -m piper_dynamo convert")
+    ]
+    assert [[Path(name).suffix for name in words[4:]] for words in lines] == [
+        [".py", ".csv"],
+        [".csv", ".json"],
+        [".json", ".json"],
+    ]
+    assert all(words[3:] in looking_commands(read("docs/interop.md")) for words in lines)
+
+
 def test_readme_names_the_main_commands():
     first_screen = "\n".join(read("README.md").splitlines()[:30])
     assert {"train", "test"} <= make_targets_named(first_screen)

@@ -17,6 +17,7 @@ import piper_dynamo as piper
 from piper_dynamo.lowering.simulate import Costs
 from piper_dynamo.pictures import plot_timeline, to_chrome_trace
 from piper_dynamo.pictures.looks import LOOKS
+from piper_dynamo.predict.profile import FEATURES, ChunkTime
 from piper_dynamo.timeline import COMPUTE, Event, Timeline
 from tests.models import Stack4, rows
 
@@ -190,6 +191,20 @@ def test_a_predicted_step_claims_seconds_only_where_its_costs_are(
     found = set(texts(path))
     assert want <= found
     assert {text for text in found if text.startswith("time")} <= want
+
+
+def test_a_step_predicted_from_a_profile_is_in_seconds(tmp_path: Path):
+    """Also where another unit is asked for: a profile knows its own."""
+    path = tmp_path / "plan.svg"
+    plan = piper.plan(Stack4(1), piper.Strategy(), rows(2))
+    times = tuple(
+        ChunkTime(key=key, seconds=2.0, features=(0.0,) * len(FEATURES))
+        for key in sorted({chunk.key for chunk in plan.chunks.values()})
+    )
+    profile = piper.Profile(machine={}, compile="aten", chunks=times)
+    for units in ({}, {"unit": "units of cost"}):
+        plan.plot(path, profile, **units)
+        assert [text for text in texts(path) if text.startswith("time")] == ["time (s)"]
 
 
 def test_a_large_picture_is_drawn_fast(tmp_path: Path):

@@ -302,8 +302,7 @@ def plot(  # noqa: PLR0913  (an option each)
         found.draw(out)
     else:
         folder = run if run is not None else target.folder
-        shown = unit or ("s" if profile else "units of cost")
-        found.plot(out, chosen, unit=shown, run=folder, optimizer=optimizer)
+        found.plot(out, chosen, unit=unit, run=folder, optimizer=optimizer)
     click.echo(f"wrote {out}")
     if is_json(ctx):
         step = {} if is_graph else {"makespan": found.simulate(chosen).makespan}
