@@ -165,7 +165,7 @@ class Order:
             for before, after in pairwise(groups):
                 dag.orders += [(a, b, _at(order)) for a in before for b in after if a is not b]
         # A task that comes twice waits for itself, which says nothing more.
-        cycle = "" if is_doubled else _cycle(dag)
+        cycle = "" if is_doubled else find_contradiction(dag)
         if faults:
             refused = join_faults("an order cannot be kept", list(dict.fromkeys(faults)))
             raise PiperPlanError("\n".join(filter(None, (refused, cycle))))
@@ -281,7 +281,7 @@ def _halves(which: Pass) -> tuple[str, ...]:
     return ("BI", "BW") if which is Pass.B else (which.value,)
 
 
-def _cycle(dag: Dag) -> str:
+def find_contradiction(dag: Dag) -> str:
     """What is wrong with orders that contradict the dataflow or each other; empty if none does.
 
     It shows a shortest cycle: which task waits for which, and why.

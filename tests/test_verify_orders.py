@@ -22,7 +22,7 @@ from piper_dynamo.ir.program import Op, RankProgram
 from piper_dynamo.ir.task import Kind
 from piper_dynamo.ir.verify import verify
 from piper_dynamo.lowering.simulate import Costs, simulate
-from piper_dynamo.passes.order import check_acyclic
+from piper_dynamo.passes.order import find_contradiction
 from piper_dynamo.planning import Plan
 from piper_dynamo.programs import lower_all
 from tests import jobs
@@ -119,11 +119,7 @@ def check(of: Base, order: Order) -> bool:
 def cycle_of(plan: Plan, order: Order) -> str:
     """What the order pass says; nothing if it takes the order."""
     edges = [(a, b, "here") for tasks in order.values() for a, b in pairwise(tasks)]
-    try:
-        check_acyclic(replace(plan.dag, orders=edges))
-    except PiperPlanError as error:
-        return str(error)
-    return ""
+    return find_contradiction(replace(plan.dag, orders=edges))
 
 
 def drained_last(program: RankProgram) -> RankProgram:
