@@ -135,6 +135,7 @@ def drawn_trainings(draw: st.DrawFn, inductor_every: int = 40, max_ranks: int = 
         # What comes in and goes out again is the caller's own value.
         spares=0 not in job.outputs and draw(st.booleans()),
         deferred=draw(st.sampled_from([False, False, False, True])),
+        numbers=draw(st.integers(0, 9999)),
     )
 
 

@@ -87,6 +87,7 @@ class Job:
         evaluates: Whether a call without gradients follows.
         spares: Whether ranks get nothing of the inputs that they do not use.
         deferred: Whether the model is built under `piper.deferred_init`.
+        numbers: Which ones the batches are made of.
     """
 
     layers: tuple[Layer, ...]
@@ -121,6 +122,7 @@ class Job:
     evaluates: bool = False
     spares: bool = False
     deferred: bool = False
+    numbers: int = 0
 
     @property
     def where(self) -> str:
@@ -167,7 +169,8 @@ class Job:
         made = [layers.CUSTOM] if self.has("custom") else []
         made += [layers.WEIGH] if self.combine == "weigh" else []
         made += ["", "", "def data(rows, key=0):"]
-        made += ["    g = torch.Generator().manual_seed(99 + key)", "    return {"]
+        made += [f"    g = torch.Generator().manual_seed({99 + 1000 * self.numbers} + key)"]
+        made += ["    return {"]
         made += [f'        "{name}": {how},' for name, (how, _) in self.inputs.items()]
         made += ["    }", "", "", "class Model(nn.Module):", "    def __init__(self):"]
         made += ["        super().__init__()"]

@@ -10,9 +10,11 @@ import gc
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -35,6 +37,7 @@ from tests.raised import UNKNOWN, title_of
 from tests.source_tree import ROOT
 
 PIECE = 100  # trainings of one seed
+SLOW_S = 60.0  # of CPU: whoever stops the process for a while makes no training slow
 MOST_REFUSED = 0.15  # of all; above, what is drawn means little
 RULES = ("Strategies and options", "Capturing the model", "Planning", "Experts")
 FAULTS = (  # in these sections, but nobody's rule: they say that Piper is wrong
@@ -52,8 +55,10 @@ FAULTS = (  # in these sections, but nobody's rule: they say that Piper is wrong
 class Tally:
     """What has been tried, and what a failing script is made of."""
 
+    started: int = 0
     trained: int = 0
     failed: int = 0
+    slow: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     last: str = ""
@@ -65,7 +70,8 @@ class Tally:
     def __str__(self) -> str:
         refused = self.refused.total()
         share = refused / max(self.tried, 1)
-        return f"{self.trained} trainings as in one process; {refused} refused ({share:.1%})"
+        slow = f"; {self.slow} slow" if self.slow else ""
+        return f"{self.trained} trainings as in one process; {refused} refused ({share:.1%}){slow}"
 
     def table(self) -> str:
         """How often each rule refused one, and of how many trainings each thing was a part."""
@@ -147,6 +153,26 @@ def check_training(job: Job, tally: Tally, known: list[str]) -> None:
     tally.features.update(features(job))
 
 
+@contextmanager
+def watched(tell: Callable[[], object]) -> Iterator[None]:
+    """Call `tell` once if what is inside takes over SLOW_S of CPU, while it still runs."""
+    began, is_done = time.process_time(), threading.Event()
+
+    def look() -> None:
+        while not is_done.wait(min(SLOW_S, 1.0)):
+            if time.process_time() - began > SLOW_S:
+                tell()
+                return
+
+    watcher = threading.Thread(target=look, name="slow trainings", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        watcher.join()
+
+
 def fuzz(
     trainings: int,
     start: int,
@@ -156,10 +182,12 @@ def fuzz(
     is_over: Callable[[], bool] = lambda: False,
     progress: Callable[[], object] = lambda: None,
     failed: Callable[[Exception], bool] = lambda error: True,
+    slow: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Try so many trainings, by the hundred with one seed.
 
-    `failed` is told of each failure, and says whether to look for a smaller one and stop.
+    `failed` is told of each failure, and says whether to look for a smaller one and stop; `slow` of
+    each training that takes long, by its number and its job.
 
     Raises:
         Exception: That of the smallest failing training found; `tally.last` is its script.
@@ -181,8 +209,16 @@ def fuzz(
         def one(job: Job) -> None:
             if is_over():
                 return
+            tally.started += 1
+            which = f"training {tally.started}, of seed {start + number}"  # noqa: B023, run at once
+
+            def tell() -> None:
+                tally.slow += 1
+                slow(f"{which}, takes over {SLOW_S:g} s of CPU: {job!r}")
+
             try:
-                check_training(job, tally, known)
+                with watched(tell):
+                    check_training(job, tally, known)
             except Exception as error:
                 if failed(error):
                     raise
@@ -236,7 +272,15 @@ def main(trainings: int, start: int, minutes: float | None, out: Path, everythin
                 gc.freeze()
 
         try:
-            fuzz(trainings, start, tally, is_over=is_over, progress=progress, failed=failed)
+            fuzz(
+                trainings,
+                start,
+                tally,
+                is_over=is_over,
+                progress=progress,
+                failed=failed,
+                slow=bar.write,
+            )
         except Exception as error:  # whatever it is, it is what was looked for
             failure = error
             out.write_text(tally.last, encoding="utf-8")

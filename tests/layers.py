@@ -52,7 +52,11 @@ def weigh(y):
 # By name: how `data` makes it, and along which dim it is sliced; None: not at all.
 INPUTS: dict[str, tuple[str, int | None]] = {
     "x": ("torch.randn(rows, 4, generator=g, dtype=torch.float64)", 0),
-    "y": ("torch.randn(rows, 4, generator=g, dtype=torch.float64)", 0),
+    "y": (
+        "torch.randn(rows, 4, generator=g, dtype=torch.float64)"
+        ".index_fill(0, torch.tensor([0]), 1.0)",  # something weighs, see WEIGH
+        0,
+    ),
     "ids": ("torch.randint(7, (rows,), generator=g)", 0),
     "turned": ("torch.randn(4, rows, generator=g, dtype=torch.float64)", 1),
     "table": ("torch.randn(4, 4, generator=g, dtype=torch.float64)", None),

@@ -107,6 +107,29 @@ def test_control_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch):
         fuzz_train.check_training(job("linear", "linear"), Tally(), [])
 
 
+def test_batches_have_numbers_of_their_own():
+    """The model's values stay; what it is given is another, and as large."""
+    one, other = (job("linear", "embed", numbers=n) for n in (0, 1))
+    assert one.names["Model"]().w0.equal(other.names["Model"]().w0)
+    for name, value in one.names["data"](16).items():
+        assert not value.equal(other.names["data"](16)[name]), name
+        assert value.shape == other.names["data"](16)[name].shape
+        assert value.equal(one.names["data"](16)[name])
+
+
+def test_a_training_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch):
+    """While it runs, by its number, its seed and its job; one that is quick is not."""
+    found, tally = list[str](), Tally()
+    jobs = st.just(job("linear", "linear"))
+    fuzz(1, 5, tally, jobs=jobs, slow=found.append)
+    assert (found, tally.slow) == ([], 0)
+    monkeypatch.setattr(fuzz_train, "SLOW_S", 0.01)
+    fuzz(1, 5, tally, jobs=jobs, slow=found.append)
+    (text,) = found
+    assert text.startswith("training 2, of seed 5, takes over 0.01 s of CPU: Job(layers=")
+    assert str(tally) == "2 trainings as in one process; 0 refused (0.0%); 1 slow"
+
+
 def test_only_rules_may_refuse():
     known = fuzz_train.rules()
     texts = {
