@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from piper_dynamo.differences import account, first_difference
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError, format_error
 from piper_dynamo.ir.alike import replicas_of
 from piper_dynamo.ir.joint import Arg, ArgKind
@@ -31,6 +32,20 @@ def announcement(plan: Plan, options: str = "") -> str:
     """
     known = hashlib.sha256(options.encode()).hexdigest()[:4] if options else ""
     return f"{plan.fingerprint()}{known} {describe(plan)}{options}"
+
+
+def leave_account(plan: Plan, comm: Communicator) -> None:
+    """Before a program's first run: leave what it is made of, once for all ranks that run it.
+
+    A rank that is about to run another one says by it what differs.
+    """
+    key = _account_key(plan.fingerprint())
+    if comm.world_size > 1 and comm.lookup(key, "", 0.0) is None:
+        comm.publish(key, account(plan))
+
+
+def _account_key(fingerprint: str) -> str:
+    return f"program/{fingerprint}"
 
 
 def agree(plan: Plan, mine: str, comm: Communicator, values: Sequence[Any], *, known: bool) -> int:
@@ -106,7 +121,8 @@ def compare(plan: Plan, mine: str, comm: Communicator, number: int, deadline: fl
         PiperRuntimeError: A rank runs another program in this step.
     """
     own, _ = mine.split(" ", 1)
-    differing, silent = [], []
+    differing: dict[int, tuple[str, str]] = {}
+    silent = []
     given: dict[int, str] = {}
     for rank in range(comm.world_size):
         remaining = max(deadline - time.monotonic(), 0.0)
@@ -117,9 +133,9 @@ def compare(plan: Plan, mine: str, comm: Communicator, number: int, deadline: fl
             continue
         _, given[rank], theirs, what = text.split(" ", 3)
         if theirs != own:
-            differing.append(f"rank {rank}: {what}")
+            differing[rank] = theirs, what
     if differing:
-        raise _different_programs(comm, mine, differing)
+        raise _different_programs(plan, comm, mine, differing)
     _warn_of_other_inputs(plan, comm.rank, given)
     return silent
 
@@ -189,7 +205,7 @@ def check_copies(
     text = json.dumps([plan.fingerprint(), start, mine, describe(plan)])
     comm.publish(_key("copies", number, comm.rank), f"{number} {text}")
     ranks = sorted({rank for _, holders in params.values() for rank in holders})
-    others: list[str] = []
+    others: dict[int, tuple[str, str]] = {}
     found: dict[int, dict[str, str]] = {}
     for rank in ranks:
         text = f"waits for rank {rank} to prepare the step"
@@ -207,12 +223,12 @@ def check_copies(
             raise report.marks(PiperTimeoutError(format_error(title, told)))
         program, theirs, values, what = json.loads(other.partition(" ")[2])
         if program != plan.fingerprint():
-            others.append(f"rank {rank}: {what}")
+            others[rank] = program, what
         elif theirs != start:
-            others.append(f"rank {rank}: option 'start' is {theirs!r}, here {start!r}")
+            others[rank] = program, f"option 'start' is {theirs!r}, here {start!r}"
         found[rank] = values
     if others:
-        raise _different_programs(comm, announcement(plan), others)
+        raise _different_programs(plan, comm, announcement(plan), others)
     unequal = {
         name: differing
         for name in names
@@ -255,16 +271,33 @@ def _different_parameters(unequal: Mapping[str, list[int]], mine: int) -> PiperR
     )
 
 
-def _different_programs(comm: Communicator, mine: str, others: list[str]) -> PiperRuntimeError:
+def _different_programs(
+    plan: Plan, comm: Communicator, mine: str, others: Mapping[int, tuple[str, str]]
+) -> PiperRuntimeError:
+    """`others` are the fingerprints of the other ranks' programs, and what these are."""
     _, what = mine.split(" ", 1)
+    shown = "\n".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in others.items())
     return PiperRuntimeError(
         format_error(
             "ranks would run different programs in one step",
-            {f"rank {comm.rank}": what, "others": "\n".join(others)},
-            hint="give every rank the same model, strategy, options (costs= decides orders), input "
-            "shapes and grad mode",
+            {f"rank {comm.rank}": what, "others": shown, **_first_difference(plan, comm, others)},
+            hint="give every rank the same model, with the same values of what forward looks at, "
+            "strategy, options (costs= decides orders), input shapes and grad mode",
         )
     )
+
+
+def _first_difference(
+    plan: Plan, comm: Communicator, others: Mapping[int, tuple[str, str]]
+) -> dict[str, str]:
+    """Where this rank's program parts from that of the first other one of which that is known."""
+    for rank, (program, _) in others.items():
+        theirs = comm.lookup(_account_key(program[: len(plan.fingerprint())]), "", 0.0)
+        found = first_difference(account(plan), theirs) if theirs is not None else None
+        if found is not None:
+            mine = {f"rank {comm.rank} has there": found.mine}
+            return {"they part in": found.place, **mine, f"rank {rank} has there": found.theirs}
+    return {}
 
 
 def describe(plan: Plan) -> str:

@@ -18,7 +18,14 @@ from torch import Tensor, fx
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
-from piper_dynamo.agreement import agree, announcement, check_copies, compare, describe
+from piper_dynamo.agreement import (
+    agree,
+    announcement,
+    check_copies,
+    compare,
+    describe,
+    leave_account,
+)
 from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.captured import Call, CapturedStep
 from piper_dynamo.costs import durations, tasks_run
@@ -218,6 +225,7 @@ class CompiledStep(CapturedStep):
             start = time.perf_counter()
             plan = self._plan(values, comm.world_size)
             comm.prepare_groups(plan.communicators())
+            leave_account(plan, comm)
             program = plan.programs[comm.rank]
             wanted = {name: plan.chunks[name] for name, _ in program.chunks}
             seconds: dict[str, float] = {}

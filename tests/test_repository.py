@@ -33,6 +33,7 @@ FACADE = frozenset(
             "checkpoint",
             "cli",
             "debug",
+            "differences",
             "examination",
             "finite",
             "look",

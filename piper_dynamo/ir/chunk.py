@@ -126,6 +126,11 @@ def spec_of(node: Node) -> TensorSpec | None:
 
 def structural_key(graph: fx.Graph) -> str:
     """A hash of operators, arguments by index, and the placeholders' specs."""
+    return hashlib.sha256("\n".join(structural_lines(graph)).encode()).hexdigest()[:16]
+
+
+def structural_lines(graph: fx.Graph) -> list[str]:
+    """What `structural_key` is a hash of: one line for each node."""
     index: dict[Node, int] = {}
     lines: list[str] = []
 
@@ -146,7 +151,7 @@ def structural_key(graph: fx.Graph) -> str:
         kwargs = map_arg(node.kwargs, refer)
         marks = node.meta.get("recompute"), node.meta.get("draw")
         lines.append(f"{node.op} {_target(node.target)} {args!r} {kwargs!r} {marks}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return lines
 
 
 class _Ref:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo.differences import account, first_difference
 from tests import experts, jobs, replicas
 from tests.faults import fixtures as fx
 from tests.faults.fixtures import EIGHT
@@ -22,7 +23,14 @@ class Flagged(Stack4):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().forward(x, y)
-        return loss * 2 if self.flag else loss
+        return loss * 2 if self.flag else loss  # the flag
+
+
+def line_of(mark: str, file: Path = Path(__file__)) -> int:
+    """The first line that ends with a comment."""
+    return 1 + next(
+        k for k, line in enumerate(file.read_text().splitlines()) if line.endswith(mark)
+    )
 
 
 @pytest.mark.parametrize("what", ["batch", "flag"])
@@ -42,6 +50,10 @@ def test_ranks_that_would_run_other_programs_raise_together(what: str) -> None:
         jobs.mentions(text, "different programs", "rank 0", "rank 1")
         if what == "batch":
             jobs.mentions(text, "(8, 4)", "(4, 4)")
+        else:
+            here = f"[test_compile.py:{line_of('# the flag')}]"
+            jobs.mentions(text, "they part in      F.PP1", "rank 0 has there  the end, with")
+            jobs.mentions(text, "rank 1 has there  aten.mul.Tensor (%", f", 2)  {here}")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +101,31 @@ def test_ranks_whose_experts_differ_raise_together() -> None:
 
         return jobs.refusal(run, Exception)
 
+    top = line_of("weights, index = chances.topk(self.top)", Path(experts.__file__))
     for text in jobs.run_ranks(job, 2):
-        jobs.mentions(text, "different programs", "rank 0", "rank 1")
+        jobs.mentions(text, "different programs", "they part in      F.PP0")
+        for rank, count in ((0, 1), (1, 2)):
+            has = f"rank {rank} has there  aten.topk.default (%"
+            jobs.mentions(text, has, f", {count})  [experts.py:{top}]")
+
+
+def test_programs_that_are_shared_otherwise_part_in_a_directive_or_an_order() -> None:
+    """What differs between plans of one model: the directive, the order, or nothing at all."""
+
+    def made(schedule: str = "gpipe", placement: jobs.Placement = LINE2) -> str:
+        return account(piper.plan(Stack4(2), jobs.strategy(placement, 2, schedule), EIGHT))
+
+    mine = made()
+    assert first_difference(mine, made()) is None
+    place = first_difference(mine, made(placement={0: [0], 1: [0]}))
+    assert place is not None
+    assert place.place == "a directive"
+    assert place.mine == 'piper.Place({"PP": 1}, devices=[1])'
+    assert place.theirs == 'piper.Place({"PP": 1}, devices=[0])'
+    order = first_difference(mine, made("one_f_one_b"))
+    assert order is not None
+    assert order.place == "the order of rank 1's tasks, from the 2. on", order
+    assert (order.mine, order.theirs) == ("F.PP1.MB1", "B.PP1.MB0")
 
 
 def test_calls_of_the_same_sizes_compile_once() -> None:
