@@ -15,7 +15,8 @@ FAULTS = """\
 Users of other systems that train over many devices have reported these faults, most often those
 at the top. Each report is a test here, as a tiny input with the value that should come out, in
 float64; where a report gives the value that the fault would give, a test makes the fault on
-purpose and sees that value, so that the test is known to notice. `tests/faults/` has them, by the
+purpose and sees that value, so that the test is known to notice; what Piper has no way to do, such
+as microbatches of unequal size, is computed in eager mode instead. `tests/faults/` has them, by the
 kind of thing that goes wrong; a test's docstring begins with the number of its case.
 
 What ranks send each other is compared first with `PIPER_DEBUG=comm`
@@ -31,11 +32,13 @@ COMBINATIONS = """\
 *Yes* means that a test trains the pair for two clipped steps and compares losses, gradient norms
 and the whole state with one process: within 1e-11 in float64, or, where Piper draws masks or
 rounds, with the same model on one rank. *No* means that the pair is refused when it is compiled,
-with the words below. What is empty excludes itself. A pair without a schedule runs on two stages
+for the reason below. What is empty excludes itself. A pair without a schedule runs on two stages
 of 1F1B.
 
-What no row names is refused by name, too: tensor parallelism, several `Split`s, `Order(stream=)`;
-[README.md](../README.md) lists what is not built.
+Rows are what is tried with everything; more works, and has tests of its own: the other schedules
+([schedules.md](schedules.md)), meshes and `Place` by microbatch, chunks compiled by Inductor,
+autocast. What is not built is refused by name: tensor parallelism, several `Split`s,
+`Order(stream=)`; [README.md](../README.md) lists it.
 
 """
 

@@ -136,6 +136,10 @@ _HINTS = {
         "write it as scaled_dot_product_attention with attn_mask=: what score_mod adds to scores, "
         "a mask adds, too"
     ),
+    "unsafe side effect": (
+        "in a function under torch.utils.checkpoint change a buffer in place (self.count.add_(1), "
+        "not self.count += 1), and anything else outside of it"
+    ),
 }
 _ANY_HINT = (
     "move the statement out of forward (prints, .item(), data-dependent ifs, other libraries); "

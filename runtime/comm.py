@@ -58,6 +58,16 @@ def sum_of(parts: Sequence[Tensor], given: int) -> Tensor:
     return total
 
 
+def start_reduce_scatter(into: Tensor, value: Tensor, members: Any) -> Any:
+    """Start to sum over a group of ranks, of which each gets its block of rows.
+
+    NCCL knows no complex numbers: torch gives it their real view, but not in this collective.
+    """
+    if value.is_complex():
+        into, value = torch.view_as_real(into), torch.view_as_real(value)
+    return compat.reduce_scatter_single(into, value, group=members, async_op=True)
+
+
 def ended(rank: int, job: int) -> tuple[str, str]:
     """Where a rank says that its function has returned, and how."""
     return f"ended/{rank}", f"job {job}"
@@ -284,7 +294,7 @@ class TorchCommunicator:
                 self._exchange(group, sent, come, works)
                 return functools.partial(sum_of, come, mine)
             result = value.new_empty(like.shape)
-            works.append(compat.reduce_scatter_single(result, value, group=members, async_op=True))
+            works.append(start_reduce_scatter(result, value, members))
         else:
             result = value.new_empty(like.shape)
             works.append(dist.all_to_all_single(result, value, group=members, async_op=True))

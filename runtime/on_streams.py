@@ -20,7 +20,12 @@ from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.ir.program import COLLECTIVES, Group, Op
 from piper_dynamo.ir.streams import StreamProgram
 from piper_dynamo.runtime import nccl
-from piper_dynamo.runtime.comm import Communicator, TorchCommunicator, with_rows
+from piper_dynamo.runtime.comm import (
+    Communicator,
+    TorchCommunicator,
+    start_reduce_scatter,
+    with_rows,
+)
 from piper_dynamo.runtime.device import Device
 from piper_dynamo.runtime.exchange import Counted, Splits, count_rows
 from piper_dynamo.runtime.executor import BoundChunk, Runtime, call_chunk
@@ -454,7 +459,7 @@ def _started(op: Op, value: Tensor, into: Tensor, members: Any) -> Any:
         case Op.ALL_GATHER:
             return compat.all_gather_single(into, value, group=members, async_op=True)
         case Op.REDUCE_SCATTER:
-            return compat.reduce_scatter_single(into, value, group=members, async_op=True)
+            return start_reduce_scatter(into, value, members)
         case Op.ALL_TO_ALL:
             return dist.all_to_all_single(into, value, group=members, async_op=True)
     raise AssertionError(f"{op} is started elsewhere")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import piper_dynamo as piper
+from piper_dynamo.api import look
 from tests import jobs
 from tests.jobs import CLIP, LINE2, LOOP2, V2, Placement
 from tests.models import fill, rows, weights
@@ -126,7 +127,7 @@ class Model(nn.Module):
         if "dropout" in self.parts and k in (0, 2):
             h = nn.functional.dropout(h, 0.25, self.training)
         if "buffers" in self.parts and k == 2:
-            self.count += 1
+            self.count.add_(1)  # not +=, which Dynamo does not take in a checkpointed function
             h = h * (1 + self.count / 8)
         return h
 
@@ -227,8 +228,17 @@ PAIRS = [
     if not FEATURES[a].axis or FEATURES[a].axis != FEATURES[b].axis
 ]
 
-# Pairs that are refused, and words of the refusal.
-REFUSED: dict[tuple[str, str], tuple[str, ...]] = {}
+# Pairs that are refused: why, for the page, and words of the refusal.
+REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("both directions", "buffers"): (
+        "a buffer that every microbatch changes would tie the two directions together",
+        "the orders deadlock",
+        "the new value of buffer 'count'",
+        "eval mode",
+    ),
+}
+# What is not built, and the page that says so: with everything, it is refused by its name.
+NOT_BUILT = {"tensor parallelism": "migration.md"}
 
 
 def setup_of(first: str, second: str) -> Setup:
@@ -239,6 +249,30 @@ def setup_of(first: str, second: str) -> Setup:
     if "no_sync" in setup.how and setup.zero is None:
         setup = replace(setup, zero=0)
     return setup
+
+
+_captured: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_plans: dict[tuple[Any, ...], piper.Plan] = {}
+
+
+def plan(setup: Setup) -> piper.Plan:
+    """The plan of a setup, proved; a model is captured once for all strategies.
+
+    Raises:
+        PiperError: It is refused.
+    """
+    stages, wanted = len(setup.placement), setup.strategy()
+    of_model = (setup.parts, stages, setup.replicas)
+    if of_model not in _captured:
+        split = piper.Strategy(piper.Split({}, num_microbatches=setup.microbatches))
+        example = tuple(v[: ROWS // setup.replicas] for v in batch(0))
+        now = look(Model(setup.parts, stages), split, example, 1, capture=True)
+        _captured[of_model] = now.steps[-1], now.calls[-1]
+    step, call = _captured[of_model]
+    key = (*of_model, repr(wanted))
+    if key not in _plans:
+        _plans[key] = step.under(wanted).planned(call, jobs.world(setup.placement))
+    return _plans[key]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,7 +397,10 @@ def _by_one_rank(setup: Setup) -> Trained:
 
 
 def _by_eager(setup: Setup) -> Trained:
-    model = Model(setup.parts, 1)
+    parts = setup.parts
+    if "buffers" in parts:  # which eager checkpoints change again when they compute again
+        parts = parts - {"checkpoint"}
+    model = Model(parts, 1)
     buffers = [{n: b.clone() for n, b in model.named_buffers()} for _ in range(setup.replicas)]
     optimizer = torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9
@@ -426,15 +463,20 @@ def compare(setup: Setup, ranks: list[Trained], want: Trained) -> None:
 
 def text() -> str:
     """The page's table and the list of what is refused."""
-    names = list(FEATURES)
+    names = [*FEATURES, *NOT_BUILT]
+    pages = {name: feature.page for name, feature in FEATURES.items()} | NOT_BUILT
     marks = {}
     for a, b in PAIRS:
         marks[a, b] = marks[b, a] = "no" if (a, b) in REFUSED else "yes"
+    for missing in NOT_BUILT:
+        for name in names:
+            marks[missing, name] = marks[name, missing] = "no"
     lines = ["| with | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
     for name in names:
         cells = [marks.get((name, other), "") for other in names]
-        lines.append(f"| [{name}]({FEATURES[name].page}) | " + " | ".join(cells) + " |")
+        lines.append(f"| [{name}]({pages[name]}) | " + " | ".join(cells) + " |")
     lines.append("")
-    for (a, b), words in REFUSED.items():
-        lines.append(f"- *{a}* with *{b}* is refused: {words[0]}.")
+    for (a, b), (why, *_) in REFUSED.items():
+        lines.append(f"- *{a}* with *{b}* is refused: {why}.")
+    lines += [f"- *{name}* is not built: it is refused by name." for name in NOT_BUILT]
     return "\n".join(lines) + "\n"

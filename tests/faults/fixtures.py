@@ -246,6 +246,23 @@ def train(
     return jobs.run_ranks(job, world(wanted))
 
 
+def trained_alone(
+    build: Callable[[], nn.Module],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    *batches: Batch,
+) -> list[float]:
+    """The same steps in one process, on whole batches."""
+    model = build()
+    found, losses = optimizer(model.parameters()), []
+    for batch in batches:
+        loss = model(*batch)
+        loss.backward()
+        found.step()
+        found.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
@@ -345,12 +362,12 @@ def _is_float(value: Any) -> bool:
 
 @contextmanager
 def shifted(of: Tensor) -> Iterator[None]:
-    """Slices of the input with these values are those of the next microbatch."""
+    """Slices of the input with these values are those of the microbatch before."""
     take = Runtime.slice
 
     def other(self: Runtime, batch: Tensor, dim: int | None, part: int, parts: int) -> Tensor:
         is_it = batch.shape == of.shape and torch.equal(batch, of)
-        return take(self, batch, dim, (part + 1) % parts if is_it else part, parts)
+        return take(self, batch, dim, (part - 1) % parts if is_it else part, parts)
 
     with patched((Runtime, "slice", other)):
         yield

@@ -1,6 +1,7 @@
 """Section U: activation checkpoints and other operators with a graph of their own inside."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import piper_dynamo as piper
-from piper_dynamo.ir.program import EXCHANGES, Op
+from piper_dynamo.ir.program import EXCHANGES
 from tests import experts, jobs, replicas
 from tests.faults import fixtures as fx
 from tests.faults.fixtures import EIGHT
@@ -80,11 +81,15 @@ def test_less_is_kept_and_it_is_made_again_on_its_rank() -> None:
     peaks = {how: [p.peak_bytes for p in plan.programs] for how, plan in plans.items()}
     for how in ("apart", "across"):
         assert all(a < b for a, b in zip(peaks[how], peaks["plain"], strict=True)), peaks
-        devices = [
-            {i.task.split(".")[1] for i in p.instrs if i.op is Op.RUN and i.task[:2] == "B."}
-            for p in plans[how].programs
-        ]
-        assert devices == [{"PP0"}, {"PP1"}]
+        for rank in range(2):
+            assert operators(plans[how], rank, "F.") == operators(plans["plain"], rank, "F.")
+            assert operators(plans[how], rank, "B.") > operators(plans["plain"], rank, "B.")
+
+
+def operators(plan: piper.Plan, rank: int, which: str) -> int:
+    """How many a rank runs in its forwards or backwards."""
+    names = [i.target for i in plan.programs[rank].instrs if i.task.startswith(which) and i.target]
+    return sum(node.op == "call_function" for n in names for node in plan.chunks[n].graph.nodes)
 
 
 def test_masks_are_drawn_again_alike() -> None:
@@ -97,11 +102,59 @@ def test_masks_are_drawn_again_alike() -> None:
 
         return fx.run(seeded, jobs.strategy(LINE2, 4), EIGHT)
 
-    apart, across = run("apart"), run("across")
-    for first, second in zip(apart, across, strict=True):
-        assert first.loss == second.loss
-        for name, grad in first.grads.items():
-            jobs.close(grad, second.grads[name], name)
+    plain = run("plain")
+    assert abs(plain[0].loss - fx.F1.LOSS) > 1e-3  # something was dropped
+    for how in ("apart", "across"):
+        for first, second in zip(plain, run(how), strict=True):
+            assert first.loss == second.loss
+            assert first.grads.keys() == second.grads.keys()
+            for name, grad in first.grads.items():
+                jobs.close(grad, second.grads[name], f"{how}: {name}")
+
+
+class Counts(Stages):
+    """The first body counts its calls, in place or by assignment; the count is a factor."""
+
+    seen: Tensor
+
+    def __init__(self, how: str, *, assigns: bool = False) -> None:
+        super().__init__(how)
+        self.assigns = assigns
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def body(self, h: Tensor, k: int) -> Tensor:
+        if k == 0 and self.assigns:
+            self.seen += 1  # the assignment
+        elif k == 0:
+            self.seen.add_(1)
+        return super().body(h * self.seen if k == 0 else h, k)
+
+
+def test_a_buffer_in_a_checkpoint_changes_once() -> None:
+    """R73, with a buffer that changes inside: once a microbatch, as without a checkpoint."""
+    want = Counts("plain")
+    loss = jobs.accumulate(want, EIGHT, 4)
+
+    def job() -> tuple[float, float, dict[str, Tensor]]:
+        model = Counts("apart")
+        step = piper.compile(model, jobs.strategy(LINE2, 4), example_inputs=EIGHT)
+        value = step(*EIGHT)
+        value.backward()
+        return value.item(), float(model.seen), replicas.grads(step)
+
+    ranks = jobs.run_ranks(job, 2)
+    assert ranks[0][1] == want.seen.item() == 4.0
+    assert [value for value, *_ in ranks] == [fx.about(loss, 1e-12)] * 2
+    jobs.check_grads([grads for *_, grads in ranks], want)
+
+
+def test_an_assignment_in_a_checkpoint_is_refused() -> None:
+    """R73, with a side effect that the backward would repeat: its line, and what to write."""
+    lines = Path(__file__).read_text().splitlines()
+    line = 1 + next(k for k, text in enumerate(lines) if text.endswith("# the assignment"))
+    build = Counts("apart", assigns=True)
+    text = jobs.refusal(lambda: piper.plan(build, jobs.strategy(LINE2, 4), EIGHT))
+    jobs.mentions(text, f"test_checkpointed.py:{line}", "self.count.add_(1)", "side effect")
 
 
 class Around(experts.Mixture):

@@ -218,7 +218,7 @@ def made_again() -> list[float]:
         given = tuple(v.chunk(2)[piper.rank() % 2] for v in TIED.batch(0))
         step = piper.compile(Tied(), grouped(), example_inputs=given, timeout_s=30.0)
         comm = state_of(step).comm
-        comm._groups.clear()
+        comm.groups.clear()
         comm.prepare_groups(piper.explain(step).communicators())
         found.append(step(*given).item())
     return found
@@ -255,7 +255,7 @@ def test_fewer_microbatches_than_stages_run_where_the_schedule_can(
     try:
         plan = planned()
     except piper.PiperStrategyError as error:
-        assert microbatches < LEAST[schedule] or (schedule, microbatches) == ("interleaved_1f1b", 3)
+        assert microbatches < LEAST[schedule]
         jobs.mentions(str(error), schedule, "num_microbatches", str(microbatches))
         if schedule.startswith("dual"):
             jobs.mentions(str(error), str(2 * jobs.world(layout.placement)))
@@ -266,11 +266,12 @@ def test_fewer_microbatches_than_stages_run_where_the_schedule_can(
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
-    [("zb_h1", 1), pytest.param("one_f_one_b", 3, marks=pytest.mark.slow)]
+    [("zb_h1", 1)]
     + [
         pytest.param(schedule, microbatches, marks=pytest.mark.slow)
-        for schedule in ("gpipe", "one_f_one_b", "zb_h1", "interleaved_1f1b", "zbv")
-        for microbatches in (1, 2)
+        for schedule, least in LEAST.items()
+        for microbatches in (1, 2, 3)
+        if microbatches >= least and (schedule, microbatches) != ("zb_h1", 1)
     ],
 )
 def test_fewer_microbatches_than_stages_are_right(schedule: str, microbatches: int) -> None:

@@ -18,6 +18,7 @@ from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.runtime import headers, world
 from piper_dynamo.runtime.comm import TorchCommunicator
+from piper_dynamo.runtime.exchange import Splits
 from piper_dynamo.runtime.headers import CheckedCommunicator
 from tests import experts, jobs, replicas
 from tests.faults import fixtures as fx
@@ -249,6 +250,13 @@ def loud(name: str) -> str:
                 comm.wait_all(
                     comm.start_collective(Op.ALL_REDUCE, [torch.ones(2)], GROUP, [spec(2)])
                 )
+        elif name == "unlike rows":
+            comm.prepare_groups([GROUP])
+            comm.about("exchange.PP0")
+            awaited = [[1, 1], [2, 1]][comm.rank]  # of rank 0 one more than it sends
+            told = Splits(sent=[1, 1], received=awaited, by_expert=None, by_rank=None)
+            rows_ = [torch.ones(2, 4), told]
+            comm.wait_all(comm.start_collective(Op.EXCHANGE, rows_, GROUP, [spec(3, 4)]))
         elif name == "changed" and comm.rank == 0:
             value = torch.ones(2)
             comm.about("F.PP0.MB0")
@@ -268,6 +276,8 @@ def loud(name: str) -> str:
     [
         ("too small a buffer", 1, ("float32(2,)", "float32(4,)")),
         ("sums of unlike sizes", 0, ("different collectives", "float32(2,)", "float32(3,)")),
+        ("unlike rows", 0, ("different collectives", "sent [1, 1], to come [1, 1]", "[2, 1]")),
+        ("unlike rows", 1, ("different collectives", "sent [1, 1], to come [2, 1]", "[1, 1]")),
         ("strided", 0, ("not contiguous", "F.PP0.MB0")),
         ("strided", 1, ("strided", "F.PP0.MB0 float32(4, 2)")),
         ("missing", 1, ("nothing came within 4 s", "ranks [0]")),

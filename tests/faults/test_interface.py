@@ -10,9 +10,10 @@ import piper_dynamo as piper
 from piper_dynamo.ir.program import Op
 from tests import jobs, replicas
 from tests.faults import fixtures as fx
-from tests.faults.fixtures import F2, about
+from tests.faults.fixtures import EIGHT, F1, F2, about
 from tests.jobs import LINE2, LOOP3ON2, V2
-from tests.models import Masked, Rich, TiedLM, fill, rows, weights, xin
+from tests.models import Masked, Rich, Stack4, TiedLM, fill, rows, weights, xin
+from tests.pool import Pool
 from tests.replicas import LINE, PAIR
 
 F64 = torch.float64
@@ -21,7 +22,7 @@ F64 = torch.float64
 # Structures.
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("one_f_one_b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["gpipe", *fx.slowly("")])
 def test_structures_come_back_as_they_are(schedule: str) -> None:
     """R22, None, bool, int and nested outputs: the same structure, and no stale numbers."""
     mask = (xin([8, 4], 2) > 0).to(F64)
@@ -109,6 +110,13 @@ def test_late_inputs_are_not_relayed() -> None:
     assert all(i.spec is not None and i.spec.dtype == F64 for i in sent)
 
 
+def test_control_labels_of_another_microbatch() -> None:
+    """R24, signature: labels are off by one microbatch, and every rank's loss is another."""
+    with fx.shifted(EIGHT[1]):
+        ranks = fx.run(lambda: Stack4(2), jobs.strategy(LINE2, 4), EIGHT)
+    assert [found.loss for found in ranks] == [about(F1.SHIFTED_LABELS)] * 2
+
+
 # Metadata that is no batch.
 
 
@@ -129,16 +137,37 @@ def test_offsets_are_refused_unless_something_is_said_of_them() -> None:
     jobs.mentions(text, "offsets", "5", "4", "replicate")
 
 
-def test_control_a_table_that_is_split_is_another_result() -> None:
-    """R28, signature: the rows of the table go with the microbatches."""
+class AnyRows(Masked):
+    """Takes a table of fewer rows, too, which are used again."""
 
-    x, mask, table, scale, factor = Masked.batch()
-    want = Masked()(x, mask, table, scale, factor).item()
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor,
+        table: Tensor,
+        scale: Tensor,
+        factor: float = 1.0,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        with piper.annotate("PP", 1):
+            table = table[torch.arange(4) % table.shape[0]]
+        return super().forward(x, mask, table, scale, factor, offsets)
+
+
+def test_control_a_table_that_is_split_is_another_result() -> None:
+    """R28, signature: nobody says that the table is kept, and its rows go with the microbatches."""
+    x, mask, table, scale, factor = batch = Masked.batch()
+    want = Masked()(*batch).item()
     split = [
         Masked()(x[k : k + 2], mask[k : k + 2], table[[k, k + 1, k, k + 1]], scale, factor).item()
         for k in (0, 2)
     ]
     assert sum(split) / 2 != pytest.approx(want, abs=1e-3)
+    kept = jobs.strategy(LINE2, 2, inputs={"table": "replicate"})
+    for found in fx.run(AnyRows, kept, batch):
+        assert found.loss == about(want, 1e-12)
+    for found in fx.run(AnyRows, jobs.strategy(LINE2, 2), batch):
+        assert found.loss == about(sum(split) / 2, 1e-12)
 
 
 # Complex tensors.
@@ -188,6 +217,27 @@ def test_complex_tables_equal_one_process(crosses: bool, copied: bool) -> None:
         plan = piper.plan(Rotary(False), wanted, batch)
         specs = [s for p in plan.programs for i in p.instrs for s in (i.spec, *i.specs)]
         assert not any(s is not None and s.dtype.is_complex for s in specs)
+
+
+def turned() -> tuple[float, dict[str, Tensor]]:
+    """A step of two stages whose table crosses, on this process."""
+    batch = xin([8, 3, 4], 0), xin([8, 3, 4], 1)
+    step = piper.compile(Rotary(True), jobs.strategy(LINE2, 2), example_inputs=batch)
+    loss = step(*batch)
+    loss.backward()
+    return loss.item(), replicas.grads(step)
+
+
+@pytest.mark.dist(2)
+@pytest.mark.filterwarnings("ignore:.*complex.*")
+def test_complex_tables_cross_between_processes(pool: Pool) -> None:
+    """R29, over gloo: what is sent is complex, and the numbers are those of one process."""
+    batch = xin([8, 3, 4], 0), xin([8, 3, 4], 1)
+    model, losses = fx.eager(lambda: Rotary(True), batch)
+    for loss, grads in pool.values(turned):
+        assert loss == pytest.approx(losses[0], abs=1e-6)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
 
 
 # More inputs of the kind.

@@ -105,11 +105,35 @@ def in_flight(program: RankProgram) -> int:
 
 
 def test_1f1b_keeps_as_many_microbatches_as_stages_are_left() -> None:
-    """R68, 1F1B keeps S - s microbatches on stage s, GPipe all; no outputs unless asked for."""
+    """R68, 1F1B keeps S - s microbatches of activations on stage s, GPipe all."""
     for schedule, want in (("one_f_one_b", [4, 3, 2, 1]), ("gpipe", [8] * 4)):
         plan = piper.plan(Stack4(4), jobs.strategy(LINE4, 8, schedule), rows(8))
         assert [in_flight(p) for p in plan.programs] == want
-        assert not any(p.outputs for p in plan.programs)
+
+
+class Returning(Stack4):
+    """F1 whose last activation is an output, too."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = x
+        for k in range(4):
+            with piper.annotate("PP", k):
+                h = torch.tanh(h @ self.w[k].T)
+        with piper.annotate("PP", 3):
+            return (h - y).square().mean(), h
+
+
+@pytest.mark.parametrize("where", ["", "owner", "everywhere"])
+def test_outputs_are_joined_only_where_they_are_asked_for(where: str) -> None:
+    """R68, outputs: of a model that returns them, on their rank, or on all if these want them."""
+    wanted = jobs.strategy(LINE4, 4, "one_f_one_b", loss=0 if where else None)
+    options = {"outputs": where} if where else {}
+    build = Returning if where else Stack4
+    plan = piper.plan(build(4), wanted, rows(8), **options)
+    having = {"": [], "owner": [3], "everywhere": [0, 1, 2, 3]}[where]
+    joined = {p.rank: [i for i in p.instrs if i.op is Op.CONCAT] for p in plan.programs}
+    assert [p.rank for p in plan.programs if p.outputs] == having
+    assert [rank for rank, found in joined.items() if found] == [3][: len(having)]
 
 
 # More inputs of the kind.

@@ -124,6 +124,38 @@ def test_control_a_sum_that_nobody_divides() -> None:
     assert fx.norms(ranks)["e"] == about(F2.SUM_NORM_E)
 
 
+class Spread(Ignoring):
+    """The same on as many stages as there are."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = F.embedding(ids, self.e)
+        for k in range(1, self.stages):
+            with piper.annotate("PP", k):
+                h = torch.tanh(h @ self.a.T) if k == 1 else h * 1.0
+        with piper.annotate("PP", self.stages - 1):
+            logits, of = (h @ self.e.T).flatten(0, 1), labels.flatten()
+            total = F.cross_entropy(logits, of, reduction="sum")
+            return total / (of != -100).sum().clamp(min=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", fx.LAYOUTS)
+def test_every_schedule_counts_tokens_alike(schedule: str) -> None:
+    """R03, every schedule: the same loss and gradients, on four stages or two."""
+    stages = 4 if schedule in ("interleaved_1f1b", "zbv", "dualpipev") else 2
+    placement = fx.LAYOUTS[schedule].placement if stages == 4 else LINE2
+    wanted = jobs.strategy(placement, 4, schedule, reduction=by_tokens)
+    ranks = fx.run(lambda: Spread(stages), wanted, F2.ignoring())
+    for found in ranks:
+        assert found.loss == about(F2.IGNORED_LOSS)
+    assert fx.norms(ranks)["e"] == about(F2.IGNORED_NORM_E)
+
+
 # The contract.
 
 
@@ -198,7 +230,8 @@ def test_a_batch_that_does_not_divide_is_refused(
 
     texts = jobs.run_ranks(job, 2)
     assert texts[0] == texts[1]
-    jobs.mentions(texts[0], "x", str(size), str(microbatches), divisors)
+    told = f"argument 'x' has batch {size}, which {microbatches} microbatches do not divide"
+    jobs.mentions(texts[0], told, f"numbers that do: [{divisors}]")
 
 
 def test_no_microbatches_are_refused() -> None:
@@ -215,7 +248,7 @@ def test_a_later_batch_that_does_not_divide_is_refused_by_all_ranks() -> None:
         return text, step(*EIGHT).item()
 
     for text, loss in jobs.run_ranks(job, 2):
-        jobs.mentions(text, "x", "5", "4")
+        jobs.mentions(text, "argument 'x' has batch 5, which 4 microbatches do not divide")
         assert loss == about(F1.LOSS)
 
 

@@ -1,5 +1,7 @@
 """Sections M, N and Q: split backwards, the loss on every rank, evaluation between steps."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo import binding
+from piper_dynamo import step as step_module
+from piper_dynamo.ir.chunk import Chunk, copied, is_matmul
+from piper_dynamo.lowering.chunks import compile_chunks
 from tests import experts, jobs, replicas
 from tests.faults import fixtures as fx
 from tests.faults.fixtures import EIGHT, F1, Layout, about
@@ -43,10 +49,39 @@ def test_split_backwards_equal_whole_ones(layout: Layout) -> None:
 
 
 def test_control_weight_gradients_that_are_not_scaled() -> None:
-    """R59, signature: four times as large without the factor of the microbatches."""
-    wanted = jobs.strategy(V2, 4, "zbv", reduction="sum")
-    for found in fx.run(lambda: Stack4(4), wanted, EIGHT):
+    """R59, signature: weight tasks that undo the factor of the microbatches, four times as much."""
+
+    def unscaled(chunks: Mapping[str, Chunk], *args: Any, **named: Any) -> Any:
+        found = {n: times_four(c) if n.startswith("BW") else c for n, c in chunks.items()}
+        return compile_chunks(found, *args, **named)
+
+    wanted = jobs.strategy(V2, 4, "zbv")
+    with fx.patched(*((module, "compile_chunks", unscaled) for module in (binding, step_module))):
+        ranks = fx.run(lambda: Stack4(4), wanted, EIGHT)
+    for found in ranks:
+        assert found.loss == about(F1.LOSS)
         assert found.norm == about(F1.SUMMED)
+
+
+def times_four(chunk: Chunk) -> Chunk:
+    """A chunk whose products, which are its results, are four times as large."""
+    graph = copied(chunk.graph)
+    products = [node for node in graph.nodes if is_matmul(node)]
+    assert products
+    for node in products:
+        first, *rest = node.args
+        with graph.inserting_before(node):
+            large = graph.call_function(torch.ops.aten.mul.Tensor, (first, 4))
+        large.meta = dict(first.meta)
+        node.args = (large, *rest)
+    return replace(chunk, graph=graph, key=f"{chunk.key}x4")
+
+
+def test_control_weight_gradients_that_are_dropped() -> None:
+    """R59, a weight pass that stores nothing: only the last microbatch's is left, over four."""
+    with fx.keeping("last"):
+        ranks = fx.run(lambda: Stack4(4), jobs.strategy(V2, 4, "zbv"), EIGHT)
+    assert [found.norm for found in ranks] == [about(F1.ONLY_LAST)] * 2
 
 
 # The loss.
@@ -118,7 +153,9 @@ def alternating(evaluates: bool, layout: Layout) -> list[dict[str, Any]]:
                 assert not loss.requires_grad
                 assert not out.requires_grad
                 assert all(p.grad is None for p in piper.parameters(step))
-                seen.append((loss.item(), out))
+                program = piper.explain(step).programs[piper.rank()]
+                assert not any(i.bundle_out for i in program.instrs)  # nothing for a backward
+                seen.append((loss.item(), out, piper.state_dict(step)))
                 model.train()
             loss, _ = step(*EIGHT)
             loss.backward()
@@ -151,11 +188,15 @@ def test_evaluation_between_steps_changes_nothing(layout: Layout) -> None:
     for without, found in zip(quiet, evaluated, strict=True):
         assert found["losses"] == without["losses"]
         jobs.mentions(found["text"], "3", "4", "x")
-        model = Dropping(1).eval()
-        loss, out = model(*rows(8))
-        jobs.close(found["seen"][0][1], out.detach(), "output before the first step")
-        jobs.close(found["seen"][0][0], loss.item(), "its loss")
-        assert found["seen"][1][1].shape == (4, 4)
+        for number, size in enumerate((8, 4)):
+            value, seen, state = found["seen"][number]
+            model = Dropping(1).eval()
+            before = {n: p.clone() for n, p in model.state_dict().items()}
+            model.load_state_dict(state)
+            assert torch.equal(before["w.0"], state["w.0"]) == (number == 0)  # then it is trained
+            loss, out = model(*rows(size))
+            jobs.close(seen, out.detach(), f"output before step {number}")
+            jobs.close(value, loss.item(), f"loss before step {number}")
         assert found["graphs"] <= 3 * len(evaluated)  # a mode and a size each
 
 

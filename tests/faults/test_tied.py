@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo.ir.program import Op
+from piper_dynamo.runtime.executor import Runtime
 from piper_dynamo.runtime.local import LocalCommunicator
 from tests import jobs, replicas
 from tests.faults import fixtures as fx
@@ -124,9 +125,16 @@ def test_control_a_part_of_a_tied_gradient_that_is_lost(
 
 
 def test_control_a_tied_gradient_that_is_averaged() -> None:
-    """R43, signature: half of the sum."""
-    ranks = fx.run(TiedLM, jobs.strategy(LINE2, 2), TiedLM.batch(), scaled=0.5)
-    assert ranks[0].grads["e"].norm().item() == about(F2.AVERAGED)
+    """R43, signature: the holders' parts are averaged; what one rank has alone is right."""
+
+    def averaged(self: Runtime, *parts: Tensor) -> Tensor:
+        return torch.stack(parts).mean(0)
+
+    with fx.patched((Runtime, "add", averaged)):
+        ranks = fx.run(TiedLM, jobs.strategy(LINE2, 2), TiedLM.batch())
+    for found in ranks:
+        assert found.grads["e"].norm().item() == about(F2.AVERAGED)
+    assert fx.norms(ranks)["a"] == about(F2.NORM_A)
 
 
 # Unused and detached.
