@@ -16,7 +16,7 @@ class Checkpointed(nn.Module):
         self.words = nn.Embedding(words, width)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 2, 24, dropout=0.0, batch_first=True)
-            for _ in range(4)
+            for _ in range(2)
         )
         self.head = nn.Linear(width, kinds)
 
@@ -41,8 +41,8 @@ def strategy():
     """What the checkpoints leave out, ranks do not keep for the backward."""
     regions = {
         "words": {"PP": 0},
-        "layers.[01]": {"PP": 0},
-        "layers.[23]": {"PP": 1},
+        "layers.0": {"PP": 0},
+        "layers.1": {"PP": 1},
         "head": {"PP": 1},
     }
     return piper.strategies.pipeline(

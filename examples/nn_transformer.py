@@ -13,7 +13,7 @@ class Translator(nn.Module):
     def __init__(self, words=32, width=16):
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.transformer = nn.Transformer(width, 2, 2, 2, 24, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(width, 2, 1, 1, 24, dropout=0.0, batch_first=True)
         self.head = nn.Linear(width, words)
 
     def forward(self, source, target):
