@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "BackendCompilerFailed",
@@ -42,7 +42,6 @@ __all__ = [
     "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
-    "FlopCounterMode",
     "PrefixStore",
     "ShapeEnv",
     "TCPStore",
@@ -484,11 +483,17 @@ def no_modes() -> Iterator[None]:
 
 
 class DispatchMode(_TorchDispatchMode):
-    """Gives every operator that this thread runs to `take`."""
+    """Gives every operator that this thread runs to `take`, if wanted also those on graphs."""
 
-    def __init__(self, take: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(
+        self,
+        take: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        *,
+        higher_order: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._take = take
+        self.supports_higher_order_operators = higher_order
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

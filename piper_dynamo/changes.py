@@ -14,6 +14,22 @@ from torch import Tensor, fx
 from torch.fx.node import Node
 
 
+def memory_of(value: Tensor) -> int | None:
+    """What tensors in the same memory have in common.
+
+    None where a tensor has none that can be told: sparse, or inside a transform of torch.func.
+    """
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def version_of(value: Tensor) -> int:
+    """A number that grows when a tensor is changed in place; not where torch keeps none."""
+    return 0 if value.is_inference() else value._version
+
+
 class Changes(fx.Interpreter):
     """Runs a graph once and sees what its calls do to their arguments.
 
@@ -37,15 +53,15 @@ class Changes(fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         """See `fx.Interpreter`."""
         given = {i: value for i in n.all_input_nodes if isinstance(value := self.env[i], Tensor)}
-        before = {i: value._version for i, value in given.items()}
+        before = {i: version_of(value) for i, value in given.items()}
         result = super().run_node(n)
         for source, value in given.items():
-            if value._version != before[source]:
+            if version_of(value) != before[source]:
                 self._calls.setdefault(self.maker[source], []).append(n)
                 self._changed.setdefault(n, []).append(self.maker[source])
         if isinstance(result, Tensor):
-            memory = result.untyped_storage()._cdata
-            self.maker[n] = self._first.setdefault(memory, n)
+            memory = memory_of(result)
+            self.maker[n] = n if memory is None else self._first.setdefault(memory, n)
         return result
 
     def changed_by(self, call: Node) -> list[Node]:

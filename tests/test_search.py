@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,8 @@ from piper_dynamo.look.target import Target
 from piper_dynamo.predict.nominal import CPU, GPU, nominal
 from piper_dynamo.predict.search import memory_by_rank
 from piper_dynamo.predict.space import Choice, Space
-from piper_dynamo.predict.stages import Unit, balanced
-from tests import experts, zoo_models
+from tests import experts
 from tests.models import Stack4, rows
-from tests.zoo_models import Checkpointed, TextLSTM, UNet
 
 
 class Net(nn.Module):
@@ -70,145 +67,6 @@ def looked(**options) -> object:
 @pytest.fixture(scope="module")
 def everything():
     return looked(exhaustive=True, top=10**6)
-
-
-# Stages
-
-
-def test_stages_have_about_equal_work() -> None:
-    regions = piper.auto_stages(Net(), batch(), 2)
-    # 8x32 and 32x8 weigh 256 each, 8x16 and 16x8 128.
-    assert regions == {f"layers.{i}": {"PP": int(i > 0)} for i in range(4)} or regions == {
-        f"layers.{i}": {"PP": int(i > 1)} for i in range(4)
-    }
-    strategy = piper.strategies.pipeline("gpipe", ranks=2, num_microbatches=2, regions=regions)
-    assert piper.plan(Net(), strategy, batch()).world_size == 2
-
-
-class Nested(nn.Module):
-    """All work is in modules of a module; what lies between has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).square().mean()
-
-
-def test_a_module_with_more_than_its_share_is_taken_apart() -> None:
-    regions = piper.auto_stages(Nested(), (torch.randn(2, 4),), 3)
-    assert [regions[f"body.{i}"]["PP"] for i in (0, 2, 3)] == [0, 1, 2]
-
-
-class Lopsided(nn.Module):
-    """A large embedding without FLOPs before equal layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(1000, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(40))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        for layer in self.layers:
-            h = torch.tanh(layer(h))
-        return h.square().mean()
-
-
-def test_stages_weigh_parameters_where_work_is_about_equal() -> None:
-    """The stage with the embedding has fewer layers, by at most 5 % of the work of the others."""
-    ids = (torch.arange(8).view(2, 4),)
-    stages = piper.auto_stages(Lopsided(), ids, 2)
-    assert [len(found) for found in stages.units] == [20, 21]  # the embedding and 19 layers
-    assert stages["layers.19"] == {"PP": 1}
-    heads, first, second = str(stages).splitlines()
-    assert heads.split() == ["stage", "modules", "count", "FLOPs", "share", "parameters"]
-    assert first.startswith("PP 0   embed ... layers.18")
-    assert (first.split()[-4:], second.split()[-4:]) == (
-        ["48", "%", "36.6", "KiB"],
-        ["52", "%", "5.9", "KiB"],
-    )
-
-
-def test_stages_have_no_more_parameters_than_memory() -> None:
-    ids = (torch.arange(8).view(2, 4),)
-    stages = piper.auto_stages(Lopsided(), ids, 2, memory=33 * 1024)
-    assert [len(found) for found in stages.units] == [6, 35]  # 288 bytes a layer
-    with pytest.raises(PiperStrategyError, match="no cut into 2 stages has so few parameters"):
-        piper.auto_stages(Lopsided(), ids, 2, memory=30 * 1024)
-
-
-def test_stages_by_measured_time() -> None:
-    stages = piper.auto_stages(Lopsided(), (torch.arange(8).view(2, 4),), 2, measure=True)
-    assert str(stages).splitlines()[0].split()[3] == "seconds"
-    assert {tags["PP"] for tags in stages.values()} == {0, 1}
-    assert len(stages) == 41
-
-
-@pytest.mark.parametrize("model", [UNet, TextLSTM, Checkpointed], ids=lambda model: model.__name__)
-def test_no_parameter_is_left_out_of_the_stages(model: type[nn.Module]) -> None:
-    """Also of blocks under checkpoints, and of modules without products."""
-    subject = zoo_models.subject(model)
-    batch = subject.batch(0, 0)
-    stages = piper.auto_stages(subject.build(), batch, 2)
-    loss = "loss" if model is UNet else None
-    strategy = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions=stages, loss=loss)
-    plan = piper.plan(subject.build(), strategy, batch)
-    held = {plan.args[p].name for program in plan.programs for _, p in program.state}
-    assert held == {name for name, _ in subject.build().named_parameters()}
-    assert all(program.state for program in plan.programs)
-    work = [sum(one.work for one in found) for found in stages.units]
-    assert max(work) < 0.75 * sum(work)
-
-
-@pytest.mark.parametrize("stages", [0, True, "2"])
-def test_a_number_of_stages_is_asked_for(stages: object) -> None:
-    with pytest.raises(PiperStrategyError, match="num_stages is"):
-        piper.auto_stages(Net(), batch(), stages)
-
-
-def test_more_stages_than_modules_are_refused() -> None:
-    with pytest.raises(PiperStrategyError, match="cannot be cut into 5 stages"):
-        piper.auto_stages(Net(), batch(), 5)
-
-
-class Entries(nn.Module):
-    """Its stages are numbered in order of entry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.layers:
-            with piper.annotate("PP"):
-                x = torch.tanh(layer(x))
-        return nn.functional.mse_loss(x, y)
-
-
-@pytest.mark.parametrize("model", [lambda: Stack4(2), Entries])
-def test_stages_of_a_model_that_says_its_own_are_refused(model: Callable[[], nn.Module]) -> None:
-    with pytest.raises(PiperStrategyError, match=r"says itself what its stages are\s+stages  2"):
-        piper.auto_stages(model(), rows(4), 2)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
-def test_parts_are_balanced(weights: list[int], parts: int) -> None:
-    parts = min(parts, len(weights))
-    units = [Unit(path=str(k), work=weight, params={}) for k, weight in enumerate(weights)]
-    sizes = balanced(units, parts)
-    assert sizes is not None
-    assert sum(sizes) == len(weights)
-    assert min(sizes) > 0
-
-    def heaviest(cuts: tuple[int, ...]) -> int:
-        return max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights))))
-
-    cuts = tuple(itertools.accumulate(sizes))[:-1]
-    every = itertools.combinations(range(1, len(weights)), parts - 1)
-    assert heaviest(cuts) == min(map(heaviest, every))
 
 
 # The search

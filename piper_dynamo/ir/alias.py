@@ -1,6 +1,8 @@
 """What operators do beside computing: share memory, draw random numbers, exchange rows."""
 
 import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,7 +50,10 @@ def viewed(node: Node) -> Node | None:
 
 def is_random(node: Node) -> bool:
     """Whether an operator draws random numbers."""
-    target = node.target
+    return _is_random(node.target)
+
+
+def _is_random(target: Any) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded in target.tags
@@ -57,13 +62,17 @@ def is_random(node: Node) -> bool:
 
 def draws(node: Node) -> bool:
     """Whether a call draws random numbers: a dropout of rate 0, as attention has one, does not."""
-    if not is_random(node):
+    return call_draws(node.target, node.args, node.kwargs)
+
+
+def call_draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """The same of an operator and its arguments."""
+    if not _is_random(target):
         return False
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
+    arguments = target._schema.arguments
     given = {one.name: one.default_value for one in arguments}
-    given |= dict(zip((one.name for one in arguments), node.args, strict=False))
-    given |= node.kwargs
+    given |= dict(zip((one.name for one in arguments), args, strict=False))
+    given |= kwargs
     return given.get("dropout_p", given.get("p")) != 0
 
 

@@ -6,13 +6,16 @@ Signature: nodes -> the tags of each.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from torch import fx
 from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.joint import ENTRY, OUTPUT_COPY, PREFIX
+
+T = TypeVar("T")
 
 
 def tags_of(node: Node) -> dict[str, int]:
@@ -74,7 +77,7 @@ def number_entries(tags: dict[Node, dict[str, int]]) -> dict[Node, dict[str, int
 
 
 def adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
-    """Untagged forward nodes join their nearest producer, or else their first consumer.
+    """Untagged forward nodes join the nearest tagged one before them, or else the first after.
 
     Args:
         forward: Forward nodes in graph order.
@@ -87,16 +90,39 @@ def adopt(forward: list[Node], tags: dict[Node, dict[str, int]]) -> list[Node]:
     untagged = [n for n in forward if not tags[n]]
     if len(untagged) == len(forward):
         return []
+    reads = {i: [place[s] for s in n.all_input_nodes if s in place] for n, i in place.items()}
+    found = joined(reads, {i: tags[n] for n, i in place.items() if tags[n]})
     for node in untagged:
-        producers = [i for i in node.all_input_nodes if i in place and tags[i]]
-        if producers:
-            tags[node] = tags[max(producers, key=place.__getitem__)]
-    for node in reversed(untagged):
-        if not tags[node]:
-            consumers = [u for u in node.users if u in place and tags[u]]
-            if consumers:
-                tags[node] = tags[min(consumers, key=place.__getitem__)]
-    first = next(tags[n] for n in forward if tags[n])
-    for node in untagged:  # reads and feeds nothing tagged: an output made of inputs alone
-        tags[node] = tags[node] or first
+        tags[node] = found[place[node]]
     return untagged
+
+
+def joined(reads: Mapping[int, Sequence[int]], groups: Mapping[int, T]) -> dict[int, T]:
+    """The group of each operator: one without joins the last one with a group that leads to it.
+
+    What leads to it by others without counts where it is itself: a view of an early value does not
+    draw what also reads a late one back. One that nothing leads to joins the first with a group
+    that it leads to, and one that leads to none either the first of all.
+
+    Args:
+        reads: For each operator, by number, those that it reads, which have smaller numbers; other
+            numbers than these count as nothing.
+        groups: The groups of some, at least of one.
+    """
+    at = {number: number for number in groups}  # whose group each operator has
+    without = [number for number in reads if number not in at]
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, sources in reads.items():
+        for source in sources:
+            readers[source].append(number)
+        producers = [at[source] for source in sources if source in at]
+        if number not in at and producers:
+            at[number] = max(producers)
+    for number in reversed(without):
+        consumers = [at[reader] for reader in readers[number] if reader in at]
+        if number not in at and consumers:
+            at[number] = min(consumers)
+    first = at[min(at)]
+    for number in without:  # an output made of inputs alone
+        at.setdefault(number, first)
+    return {number: groups[source] for number, source in at.items()}

@@ -30,9 +30,10 @@ from piper_dynamo.planning import Plan, Template, split_of
 from piper_dynamo.predict.bounds import EXPERTS, STAGE, chunks_of, lower_bound
 from piper_dynamo.predict.found import Dropped, Found, Search
 from piper_dynamo.predict.nominal import Nominal, nominal
+from piper_dynamo.predict.operators import operators_of
 from piper_dynamo.predict.profile import Profile
 from piper_dynamo.predict.space import Choice, Regions, Space
-from piper_dynamo.predict.stages import operators_of, regions_of
+from piper_dynamo.predict.stages import regions_of
 from piper_dynamo.schedules import SCHEDULES, Schedule, Shape, name_of
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy

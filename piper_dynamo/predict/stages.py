@@ -1,61 +1,50 @@
 """Stages of about equal work: where to cut a model that does not say it.
 
 Terms: a *unit* is a module that a stage has whole; a module that has more than a stage's share is
-taken apart into those that it calls. *Work* is the FLOPs of its forward, or the seconds that this
-takes: those of its backward are in the same proportion. A stage's *weight* is the bytes of the
-parameters that it uses; one that two stages share counts for both.
+taken apart into those that it calls. What such a module, or the model itself, does beside them is
+of the unit that it joins: it has no tag, and goes where what it reads was made (`ir/tags.py`).
+*Work* is the FLOPs of a forward, or the seconds that it takes: those of its backward are in the
+same proportion. A stage's *weight* is the bytes of the parameters that it uses; one that two stages
+share counts for both, and so does the work of what each computes again.
 
 Signature: Dynamo's graph of a call -> its units in order -> regions by module path.
 """
 
 import glob
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx, nn
-from torch.fx.node import Node
+from torch import nn
 
-from piper_dynamo import _torch_compat as compat
 from piper_dynamo.api import look
-from piper_dynamo.capture import fake_args
-from piper_dynamo.captured import Call
 from piper_dynamo.errors import PiperStrategyError, format_error
-from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.spec import module_paths, show_bytes
-from piper_dynamo.ir.tags import indices_of
+from piper_dynamo.ir.spec import show_bytes
+from piper_dynamo.ir.tags import indices_of, joined
+from piper_dynamo.predict.operators import Operator, operators_of
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.tables import table
 from piper_dynamo.values import is_whole
 
 SLACK = 0.05  # how much slower than it must be a stage may be, if that saves parameters
-_RUNS = 3  # of which the fastest counts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
-    """An operator of a graph.
-
-    Attributes:
-        paths: The modules that it is in, outermost first.
-        work: FLOPs, or seconds.
-        params: Bytes of the parameters that it reads, by name.
-    """
-
-    paths: tuple[str, ...]
-    work: float
-    params: Mapping[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Unit:
-    """A module that a stage has whole: its path, its work, and bytes of its parameters by name."""
+    """A module that a stage has whole.
+
+    Attributes:
+        path: Its path.
+        work: Of its operators.
+        params: Bytes of the parameters that it uses, by name.
+        again: Work of what each stage that uses it computes again, by operator.
+    """
 
     path: str
     work: float
     params: dict[str, int]
+    again: dict[int, float] = field(default_factory=dict)
 
 
 class Stages(dict[str, dict[str, int]]):
@@ -79,9 +68,9 @@ class Stages(dict[str, dict[str, int]]):
 
     def __str__(self) -> str:
         rows = []
-        total = sum(one.work for found in self.units for one in found) or 1.0
+        total = sum(map(work_of, self.units)) or 1.0
         for stage, found in enumerate(self.units):
-            work = sum(one.work for one in found)
+            work = work_of(found)
             shown = found[0].path + (f" ... {found[-1].path}" if len(found) > 1 else "")
             rows.append(
                 [
@@ -148,107 +137,6 @@ def auto_stages(
     )
 
 
-def operators_of(graph: fx.GraphModule, call: Call, *, measure: bool = False) -> list[Operator]:
-    """The operators of a graph, in order, with what each computes or takes."""
-    if measure:
-        return _measured(graph, call)
-    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-
-    def count(run: Callable[[], Any]) -> tuple[Any, float]:
-        with compat.FlopCounterMode(display=False) as counted:
-            result = run()
-        return result, float(counted.get_total_flops())
-
-    walk = _Walk(graph, _params(call.args), count)
-    with mode:
-        walk.run(*fake_args(mode, call.args, call.numbers, {}, 1))
-    return walk.found
-
-
-def _measured(graph: fx.GraphModule, call: Call) -> list[Operator]:
-    """The fastest of several runs on values that are as large as the call's."""
-
-    def clock(run: Callable[[], Any]) -> tuple[Any, float]:
-        start = time.perf_counter()
-        result = run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return result, time.perf_counter() - start
-
-    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-    runs = []
-    for _ in range(_RUNS):
-        walk = _Walk(graph, _params(call.args), clock)
-        values = [_value_like(v) for v in fake_args(mode, call.args, call.numbers, {}, 1)]
-        with torch.no_grad(), torch.random.fork_rng():
-            walk.run(*values)
-        runs.append(walk.found)
-    return [min(found, key=lambda one: one.work) for found in zip(*runs, strict=True)]
-
-
-def _value_like(fake: Any) -> Any:
-    """Small numbers of the shape of a fake tensor; zeros, which every table of embeddings has."""
-    if not isinstance(fake, torch.Tensor):
-        return fake
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    return made.normal_(std=0.02) if fake.is_floating_point() else made.zero_()
-
-
-class _Walk(fx.Interpreter):
-    """Says of each node of a graph, in order, what running it came to."""
-
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        params: Sequence[Mapping[str, int]],
-        weigh: Callable[[Callable[[], Any]], tuple[Any, float]],
-    ) -> None:
-        """`params` has the bytes of each argument by name, where it is a parameter."""
-        super().__init__(graph)
-        self.found: list[Operator] = []
-        self._weigh = weigh
-        placeholders = graph.graph.find_nodes(op="placeholder")
-        self._params = dict(zip(placeholders, params, strict=True))
-
-    def run_node(self, n: Node) -> Any:
-        if n.op in ("placeholder", "output"):
-            return super().run_node(n)
-        result, work = self._weigh(lambda: super(_Walk, self).run_node(n))
-        inside = self._inside(n)
-        if inside is not None:  # a checkpoint, of which each operator has its own modules
-            self.found += inside
-            return result
-        params: dict[str, int] = {}
-        for source in n.all_input_nodes:
-            params |= self._params.get(source, {})
-        self.found.append(Operator(paths=tuple(module_paths(n)), work=work, params=params))
-        return result
-
-    def _inside(self, n: Node) -> list[Operator] | None:
-        """The operators of the one graph that a node calls; None where it calls none or more."""
-        bodies = [i for i in n.all_input_nodes if isinstance(self.env.get(i), fx.GraphModule)]
-        if len(bodies) != 1 or n.args[0] is not bodies[0]:
-            return None
-        body: fx.GraphModule = self.env[bodies[0]]
-        count = len(body.graph.find_nodes(op="placeholder"))
-        given = n.args[len(n.args) - count :]
-        if len(given) != count or bodies[0] in given:
-            return None
-        params = [self._params.get(i, {}) if isinstance(i, Node) else {} for i in given]
-        walk = _Walk(body, params, self._weigh)
-        values: Any = self.map_nodes_to_values(given, n)
-        walk.run(*values)
-        return walk.found
-
-
-def _params(args: Sequence[Arg]) -> list[dict[str, int]]:
-    """The bytes of each argument by name, where it is a parameter."""
-    return [
-        {arg.name: arg.spec.nbytes} if arg.kind is ArgKind.PARAMETER and arg.spec else {}
-        for arg in args
-    ]
-
-
 def regions_of(
     found: Sequence[Operator],
     num_stages: int,
@@ -269,15 +157,7 @@ def regions_of(
     Raises:
         PiperStrategyError: There are not so many modules, or no cut has so few parameters.
     """
-    if num_stages == 1:  # also what lies outside of all modules
-        whole = Unit(path="", work=sum(one.work for one in found), params={})
-        for one in found:
-            whole.params |= one.params
-        stages = Stages([[whole]], unit_of_work)
-        stages.clear()
-        stages["*"] = {"PP": 0}
-        return stages
-    units = units_of(found, num_stages)
+    units = [_all_of(found)] if num_stages == 1 else units_of(found, num_stages)
     if len(units) < num_stages:
         raise PiperStrategyError(
             format_error(
@@ -299,34 +179,109 @@ def regions_of(
                 hint="ask for more stages or more memory; ZeRO shards parameters, too",
             )
         )
-    return Stages([units[begin:end] for begin, end in _ranges(sizes)], unit_of_work)
+    stages = Stages([units[begin:end] for begin, end in _ranges(sizes)], unit_of_work)
+    if num_stages == 1:  # also what lies outside of all modules
+        stages.clear()
+        stages["*"] = {"PP": 0}
+    return stages
 
 
 def units_of(found: Sequence[Operator], num_stages: int) -> list[Unit]:
     """Modules in the order in which they are first called, none with more than a stage's share.
 
-    Modules that call no others stay whole however much they have. What lies outside of all modules
-    belongs to none: such operators join the stage of what they read.
+    Modules that call no others stay whole however much they have. Every operator is of one unit; a
+    free one of all that use it.
     """
-    share = sum(one.work for one in found) / num_stages
-    whole: dict[str, float] = {}
-    for one in found:
+    needs = _needs(found)
+    modules: dict[str, Unit] = {}
+    for number, one in enumerate(found):
         for path in dict.fromkeys(one.paths):
-            whole[path] = whole.get(path, 0) + one.work
-    units: dict[str, Unit] = {}
+            if not one.is_free:
+                _add(modules.setdefault(path, _unit(path)), number, found, needs)
+    share = sum(one.work for one in found) / num_stages
+    small = {path for path, unit in modules.items() if work_of([unit]) <= share}
+    paths = _apart([one.paths for one in found if not one.is_free], small)
+    owners: dict[int, str] = {}
+    for number, one in enumerate(found):
+        # As tags go: the innermost module counts.
+        owner = next((path for path in reversed(one.paths) if path in paths), None)
+        if owner is not None and not one.is_free:
+            owners[number] = owner
+    if not owners:
+        return []
+    units = {path: _unit(path) for path in owners.values()}
+    reads = {number: one.reads for number, one in enumerate(found) if not one.is_free}
+    for number, path in joined(reads, owners).items():
+        _add(units[path], number, found, needs)
+    return list(units.values())
+
+
+def _unit(path: str) -> Unit:
+    return Unit(path=path, work=0.0, params={})
+
+
+def _all_of(found: Sequence[Operator]) -> Unit:
+    """All that a call computes, once."""
+    whole = _unit("")
     for one in found:
-        inside = [path for path in one.paths if path]
-        path = next((p for p in inside if whole[p] <= share), inside[-1] if inside else "")
-        if path:
-            unit = units.setdefault(path, Unit(path=path, work=0, params={}))
-            unit.work += one.work
-            unit.params |= one.params
-    # What a module that is taken apart does itself would, as a unit, claim those it calls.
-    return [
-        unit
-        for path, unit in units.items()
-        if not any(other.startswith(path + ".") for other in units)
-    ]
+        whole.work += one.work
+        whole.params |= one.params
+    return whole
+
+
+def _needs(found: Sequence[Operator]) -> list[AbstractSet[int]]:
+    """For each operator the free ones that it needs, directly or by others."""
+    needs: list[AbstractSet[int]] = []
+    for one in found:
+        free = {number for number in one.reads if found[number].is_free}
+        needs.append(free.union(*(needs[number] for number in free)))
+    return needs
+
+
+def _add(
+    unit: Unit, number: int, found: Sequence[Operator], needs: Sequence[AbstractSet[int]]
+) -> None:
+    """Make an operator a part of a unit, with the free ones that it needs."""
+    unit.work += found[number].work
+    unit.params |= found[number].params
+    for free in sorted(needs[number]):
+        unit.params |= found[free].params
+        if found[free].work:
+            unit.again[free] = found[free].work
+
+
+def _apart(stacks: Sequence[Sequence[str]], small: AbstractSet[str]) -> set[str]:
+    """Modules, none inside of another, that together have what can be had.
+
+    Args:
+        stacks: The modules of each operator, outermost first.
+        small: Those that can stay whole though they call others.
+    """
+    apart = {""}
+    while True:
+        paths = set()
+        for stack in dict.fromkeys(map(tuple, stacks)):
+            inside = [path for path in stack if path not in apart]
+            if inside:
+                paths.add(next((path for path in inside if path in small), inside[-1]))
+        # A unit claims the modules inside of it, which are called by others, too, or are too large.
+        wrong = {
+            outer
+            for path in paths
+            for k, letter in enumerate(path)
+            if letter == "." and (outer := path[:k]) in paths
+        }
+        if not wrong:
+            return paths
+        apart |= wrong
+
+
+def work_of(units: Sequence[Unit]) -> float:
+    """Work of a stage of some units; what it computes again for several counts once."""
+    again: dict[int, float] = {}
+    for one in units:
+        again |= one.again
+    return sum(one.work for one in units) + sum(again.values())
 
 
 def weight_of(units: Sequence[Unit]) -> int:
@@ -352,21 +307,23 @@ def balanced(
         The sizes; None if every cut has a part with too many parameters.
     """
     count = len(units)
-    work = [0.0]
-    for one in units:
-        work.append(work[-1] + one.work)
-    weight = {}
+    work: dict[tuple[int, int], float] = {}
+    weight: dict[tuple[int, int], int] = {}
     for begin in range(count):
-        params: dict[str, int] = {}
+        own, again, params = 0.0, dict[int, float](), dict[str, int]()
         for end in range(begin + 1, count + 1):
-            params |= units[end - 1].params
+            one = units[end - 1]
+            own += one.work
+            again |= one.again
+            params |= one.params
+            work[begin, end] = own + sum(again.values())
             weight[begin, end] = sum(params.values())
 
     def fits(begin: int, end: int) -> bool:
         return memory is None or weight[begin, end] <= memory
 
     def cost(begin: int, end: int) -> float:
-        return work[end] - work[begin] if fits(begin, end) else float("inf")
+        return work[begin, end] if fits(begin, end) else float("inf")
 
     fastest = _lightest(cost, count, parts)
     if fastest is None:
