@@ -282,6 +282,7 @@ def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             cause = cause.__cause__
         raise PiperCaptureError(_dynamo_text(error)) from error
     finally:
+        compat.unmark_dynamic()  # also of what was refused: the next call's inputs may be the same
         collect()
 
 

@@ -40,14 +40,9 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
                 )
             )
         if isinstance(example, torch.Tensor):
-            is_state = isinstance(example, torch.nn.Parameter) or is_module_state(source)
-            kind = ArgKind.DATA
-            if is_state:
-                trained = isinstance(example, torch.nn.Parameter)
-                kind = ArgKind.PARAMETER if trained else ArgKind.BUFFER
             args.append(
                 Arg(
-                    kind=kind,
+                    kind=kind_of(example, source),
                     name=user_name(source, node.name, wrapped),
                     position=position,
                     spec=TensorSpec.of(example),
@@ -243,6 +238,13 @@ def user_name(
 
 def _placeholders(graph: fx.Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
+
+
+def kind_of(example: torch.Tensor, source: Any) -> ArgKind:
+    """What a tensor argument of a graph is."""
+    if isinstance(example, nn.Parameter):
+        return ArgKind.PARAMETER
+    return ArgKind.BUFFER if is_module_state(source) else ArgKind.DATA
 
 
 def is_module_state(source: Any) -> bool:
@@ -475,22 +477,17 @@ def _read_ends(
     outputs: list[Output | None] = [None] * len(results)
     buffers: dict[int, str] = {}
     grads: dict[int, str] = {}
+    with_gradient = {_changed_input(t.meta["desc"].output) for t in tangents}
+    for node, desc in zip(nodes, descs, strict=True):
+        if (position := _changed_input(desc)) is not None:
+            _refuse_change(args[position], node, has_gradient=position in with_gradient)
+            buffers[position] = node.name
     needed = {t.meta["desc"].output.idx for t in tangents} | {loss}
     for node, desc in zip(nodes, descs, strict=True):
         kind = type(desc).__name__
-        if kind == "InputMutationAOTOutput":
-            position = _input_index(desc.mutated_input)
-            if args[position].kind is not ArgKind.BUFFER:
-                raise PiperCaptureError(
-                    format_error(
-                        f"the model changes its {args[position].kind} "
-                        f"{args[position].name!r} in place",
-                        {"at": user_line(node) if isinstance(node, Node) else "unknown line"},
-                        hint="work on a copy (x = x.clone()); only buffers may change in forward",
-                    )
-                )
-            buffers[position] = node.name
-        elif kind == "PlainAOTOutput":
+        if _changed_input(desc) is not None:
+            continue
+        if kind == "PlainAOTOutput":
             spec = TensorSpec.of(node.meta["val"]) if isinstance(node, Node) else None
             if spec is None:
                 outputs[desc.idx] = Output(node=None, value=at_full[desc.idx])
@@ -522,6 +519,49 @@ def _read_ends(
         grads=grads,
         mode=mode,
     )
+
+
+def _refuse_change(arg: Arg, node: Any, *, has_gradient: bool) -> None:
+    """Only buffers may change, to values that no later backward goes through.
+
+    Raises:
+        PiperCaptureError: Another argument changes, or to a value with a gradient.
+    """
+    at = {"at": user_line(node) if isinstance(node, Node) else "unknown line"}
+    if arg.kind is not ArgKind.BUFFER:
+        title = changed_in_place(arg.kind, arg.name)
+        raise PiperCaptureError(format_error(title, at, hint=instead_of_change(arg.kind)))
+    if has_gradient:
+        raise PiperCaptureError(
+            format_error(
+                f"the model changes its buffer {arg.name!r} to a value with a gradient",
+                at,
+                hint="change it by values without one: .detach(), or under torch.no_grad()",
+            )
+        )
+
+
+def changed_in_place(kind: ArgKind, name: str) -> str:
+    """That the model changes an argument which is no buffer."""
+    what = "parameter" if kind is ArgKind.PARAMETER else "input"
+    return f"the model changes its {what} {name!r} in place"
+
+
+def instead_of_change(kind: ArgKind) -> str:
+    """What to do about it."""
+    if kind is ArgKind.PARAMETER:
+        return (
+            "only buffers may change in forward: change it after optimizer.step(), or, if no "
+            "optimizer steps it, register it by register_buffer"
+        )
+    return "work on a copy (x = x.clone()); only buffers may change in forward"
+
+
+def _changed_input(desc: Any) -> int | None:
+    """The argument whose new value an output of the captured graph is; None if it is another."""
+    if type(desc).__name__ != "InputMutationAOTOutput":
+        return None
+    return _input_index(desc.mutated_input)
 
 
 def _input_index(desc: Any) -> int:

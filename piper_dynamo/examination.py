@@ -2,12 +2,14 @@
 
 Terms: a *finding* is one thing about a model: a *fault* is refused under a strategy, a *warning*
 works but may not do what was meant, a *note* is worth knowing. A *survey* calls the model with
-graph breaks allowed, and computes nothing of what is captured: results are zeros.
+graph breaks allowed, and computes nothing of what is captured: results are zeros. What is refused
+is what capturing and planning refuse; the survey says where, and what else they would have found.
 
 Signature: model, inputs -> findings with lines and remedies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -20,13 +22,16 @@ from torch.utils._pytree import tree_leaves
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.api import look, stood_for
-from piper_dynamo.capture import is_module_state, user_name
+from piper_dynamo.capture import changed_in_place, instead_of_change, kind_of, user_name
 from piper_dynamo.changes import Changes
 from piper_dynamo.errors import PiperError
-from piper_dynamo.ir.alias import called, draws
-from piper_dynamo.ir.spec import user_line
-from piper_dynamo.planning import Plan
+from piper_dynamo.inlining import inline_regions
+from piper_dynamo.ir.alias import call_draws, called, draws
+from piper_dynamo.ir.joint import ArgKind
+from piper_dynamo.ir.spec import is_library, user_line
+from piper_dynamo.planning import Plan, Template, split_of
 from piper_dynamo.strategy import Place, Split, Strategy
+from piper_dynamo.tagging import tagged
 
 GRAPH_BREAK = "graph break"  # how the refusal of one begins
 MOST = 8  # lines or names that a finding shows
@@ -41,6 +46,7 @@ _SYNC_WORDS = (
     "numpy",
 )
 _SYNC_CALLS = frozenset(("cpu", "numpy", "tolist", "item", "nonzero"))
+_UNSEEN = "could not be looked at"
 
 
 class Severity(StrEnum):
@@ -106,27 +112,66 @@ class Report:
         return "\n".join([f"the model works {where}: {counts}", *map(str, self.findings)])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # Dynamo compares backends
 class _Survey:
-    """What the calls of a model were captured as."""
+    """What the calls of a model were captured as.
 
+    Attributes:
+        inputs: The tensors that the model is given.
+        graphs: In the order of the call.
+        breaks: Why graphs end, by line.
+        args: Name and kind of each graph's tensor arguments; the kind is None for what an earlier
+            graph, or code between, has made.
+        stopped: The user's line that raised, and what; empty where the call came to its end.
+    """
+
+    inputs: Sequence[Tensor] = ()
     graphs: list[fx.GraphModule] = field(default_factory=list)
-    breaks: dict[str, str] = field(default_factory=dict)  # why, by line
-    names: dict[Node, tuple[str, bool]] = field(default_factory=dict)  # and: is it the model's own
+    breaks: dict[str, str] = field(default_factory=dict)
+    args: dict[Node, tuple[str, ArgKind | None]] = field(default_factory=dict)
+    stopped: str = ""
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: computes nothing."""
         self.graphs.append(gm)
         wrapped = dynamo.argument_names()
-        for node in gm.graph.find_nodes(op="placeholder"):  # Dynamo forgets their sources soon
-            source = dynamo.source_of(node)
-            self.names[node] = user_name(source, node.name, wrapped), is_module_state(source)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for node, value in zip(placeholders, inputs, strict=True):
+            if isinstance(value, Tensor):  # Dynamo forgets their sources soon
+                source = dynamo.source_of(node)
+                kind: ArgKind | None = kind_of(value, source)
+                if kind is ArgKind.DATA and not any(value is one for one in self.inputs):
+                    kind = None
+                self.args[node] = user_name(source, node.name, wrapped), kind
         found = dynamo.graph_break_of(gm)
         if found is not None:
             reason, where = found
             self.breaks.setdefault(where, reason.strip().splitlines()[0])
+        inline_regions(gm)
         outputs = compat.output_nodes(gm)
         return lambda *values: [_zeros(node) for node in outputs]
+
+
+@dataclass(slots=True)
+class _Looked:
+    """How far capturing and planning a model came, under its strategy or a simpler one.
+
+    Attributes:
+        errors: Why they stopped.
+        template: The captured microbatch.
+        plan: The plan, of the strategy that was asked for.
+        is_other: Whether the template is that of a simpler strategy.
+    """
+
+    errors: list[str] = field(default_factory=list)
+    template: Template | None = None
+    plan: Plan | None = None
+    is_other: bool = False
+
+    @property
+    def break_(self) -> str | None:
+        """The refusal of a graph break, if there is one."""
+        return next((one for one in self.errors if one.startswith(GRAPH_BREAK)), None)
 
 
 def doctor(
@@ -138,10 +183,11 @@ def doctor(
 ) -> Report:
     """Say before training what of a model works under a strategy, and what does not.
 
-    Looks for graph breaks, code without a tag, inputs that are changed, waits of the host for the
-    device, parameters that are shared, unused or frozen, buffers that a call changes, random
-    numbers, outputs that cannot be the loss, and batch sizes that are baked in. Nothing is trained,
-    and what is captured is not computed; code around graph breaks runs, on zeros.
+    Looks for graph breaks, code without a tag, inputs and parameters that are changed, waits of the
+    host for the device, parameters that are shared, unused or frozen, buffers that a call changes,
+    random numbers, outputs that cannot be the loss, and batch sizes that are baked in; says what a
+    fault kept it from looking for. Nothing is trained, and what is captured is not computed; code
+    around graph breaks runs, on zeros, and what it changes is put back.
 
     Args:
         model: The single-device model; meta models are welcome.
@@ -153,22 +199,24 @@ def doctor(
     Returns:
         The findings, with lines and remedies.
     """
-    findings: list[Finding] = []
     wanted = strategy or _alone(example_inputs, num_microbatches)
-    plan, error = _planned(model, wanted, example_inputs)
-    survey = _surveyed(model, example_inputs)
-    if error is not None and " in place\n" in error:
-        pass  # found in the graph, with the input's name
-    elif error is not None and not error.startswith(GRAPH_BREAK):
+    looked = _looked(model, wanted, example_inputs)
+    survey = _surveyed(model, example_inputs, breaks=bool(looked.errors))
+    findings, unseen = _about_graphs(survey, looked)
+    told = {one.title for one in findings}  # with lines and names of their own
+    for error in looked.errors:
         title, *rest = error.splitlines()
-        findings.append(_fault(title, [line.strip() for line in rest]))
-    elif error is not None:
-        findings += _about_breaks(survey, error)
-    if plan is not None:
-        findings += _about_plan(plan)
-    for gm in survey.graphs:
-        findings += _about_graph(gm, survey.names)
-    findings += _about_state(model, survey)
+        if error == looked.break_:
+            findings += _about_breaks(survey, error)
+        elif title not in told:
+            findings.append(_fault(title, [line.strip() for line in rest]))
+    if looked.template is not None:
+        findings += _about_template(looked.template, split_of(wanted).num_microbatches)
+    used = _used(survey, looked.plan)
+    findings += _about_state(model, used)
+    unseen += _unseen(survey, looked, used, has_strategy=strategy is not None)
+    if unseen:
+        findings.append(Finding(severity=Severity.WARNING, title=_UNSEEN, where=tuple(unseen)))
     order = list(Severity)
     findings.sort(key=lambda one: order.index(one.severity))
     calls = [n for gm in survey.graphs for n in gm.graph.nodes if n.op.startswith("call_")]
@@ -187,38 +235,77 @@ def _alone(example_inputs: Any, num_microbatches: int | None) -> Strategy:
     return Strategy(Split({}, num_microbatches=count), Place({}, devices=[0]))
 
 
-def _planned(
-    model: nn.Module, strategy: Strategy, example_inputs: Any
-) -> tuple[Plan | None, str | None]:
-    """The plan, or why there is none."""
-    ranks = [rank for place in strategy.of(Place) for rank in place.devices]
-    try:
-        now = look(model, strategy, example_inputs, max(ranks, default=0) + 1)
-    except PiperError as error:
-        return None, str(error)
-    return now.plans[-1], None
+def _looked(model: nn.Module, strategy: Strategy, example_inputs: Any) -> _Looked:
+    """Capture and plan a model; where it cannot be captured so, on one device, then unsplit.
+
+    What is asked for may be at fault, not the model, and one fault is not to hide others.
+    """
+    found = _Looked()
+    world = max((rank for place in strategy.of(Place) for rank in place.devices), default=0) + 1
+    simpler = [
+        Strategy(*split, Place({}, devices=[0]), loss=strategy.loss)
+        for split in (strategy.of(Split), (Split({}, num_microbatches=1),))
+    ]
+    tried: list[Strategy] = []
+    for one in (strategy, *simpler):
+        if one in tried:
+            continue
+        tried.append(one)
+        found.is_other = one is not strategy
+        try:
+            now = look(model, one, example_inputs, world, capture=True)
+            step, call = now.steps[-1], now.calls[-1]
+            with tagged(step.graph, one.regions):
+                found.template = step.template(call)
+                if not found.is_other:
+                    found.plan = step.planned(call, world)
+        except PiperError as error:
+            found.errors.append(str(error))
+        except Exception as error:  # as training would end, too: torch has no way to trace this
+            found.errors.append(f"the model cannot be captured\n  why  {_shown(error)}")
+        if found.template is not None or found.break_ is not None:
+            break
+    found.errors = list(dict.fromkeys(found.errors))
+    return found
 
 
-def _surveyed(model: nn.Module, example_inputs: Any) -> _Survey:
-    """All graphs of a call; what a break leaves to Python runs."""
+def _shown(error: BaseException) -> str:
+    """What was raised, in a line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> _Survey:
+    """All graphs of a call; what a break, if there may be some, leaves to Python runs."""
     survey = _Survey()
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    dynamo.capture_more()
+    held: list[Tensor] = []
+    if breaks:  # only then does code run that may change them
+        given = [v for v in tree_leaves(example_inputs) if isinstance(v, Tensor)]
+        held = [
+            v for v in (*model.parameters(), *model.buffers(), *given) if not compat.is_on_meta(v)
+        ]
+    kept = [(one, one.detach().clone()) for one in held]
     with torch.random.fork_rng(), stood_for(model, example_inputs) as (args, kwargs):
+        survey.inputs = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         try:
             torch.compile(model, backend=survey, dynamic=False)(*args, **kwargs)
         except Exception as error:
             # The user's own code did not like zeros: what came before that is surveyed.
-            survey.breaks.setdefault(_last_line(error), f"{type(error).__name__}: {error}")
+            survey.stopped = f"{_users_line(error)}  {_shown(error)}"
     with torch.no_grad():
-        for buffer, value in kept:  # code between breaks may have changed them
-            buffer.copy_(value)
+        for one, value in kept:
+            if not torch.equal(one, value):
+                one.copy_(value)
     return survey
 
 
-def _last_line(error: BaseException) -> str:
+def _users_line(error: BaseException) -> str:
+    """The innermost line that is not a library's."""
     last, at = error.__traceback__, "unknown line"
     while last is not None:
-        at = f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
+        file = last.tb_frame.f_code.co_filename
+        if not is_library(file) and file != __file__:
+            at = f"{file}:{last.tb_lineno}"
         last = last.tb_next
     return at
 
@@ -227,7 +314,7 @@ def _zeros(node: Any) -> Any:
     """What a node would give, without its values."""
     value = node.meta.get("example_value") if isinstance(node, Node) else node
     if not isinstance(value, Tensor):
-        return value
+        return compat.hint_of(value) if isinstance(value, torch.SymInt) else value
     shape = [compat.hint_of(size) for size in value.shape]
     made = torch.zeros(shape, dtype=value.dtype, device=value.device)
     return made.requires_grad_(value.requires_grad)
@@ -235,6 +322,23 @@ def _zeros(node: Any) -> Any:
 
 def _fault(title: str, where: Sequence[str], remedy: str = "") -> Finding:
     return Finding(severity=Severity.FAULT, title=title, where=tuple(where), remedy=remedy)
+
+
+def _unseen(
+    survey: _Survey, looked: _Looked, used: AbstractSet[str] | None, *, has_strategy: bool
+) -> list[str]:
+    """What a fault kept from being looked for."""
+    found = []
+    if looked.template is None:
+        found.append("batch sizes that are baked in, code without a tag, which output is the loss")
+    elif looked.is_other:
+        found.append("other batch sizes that are baked in")
+        found += ["the strategy's stages and placement, code without a tag"] * has_strategy
+    if used is None:
+        found.append("which parameters are not used")
+    if survey.stopped:
+        found.append(f"what comes after {survey.stopped}")
+    return found
 
 
 def _about_breaks(survey: _Survey, error: str) -> list[Finding]:
@@ -268,27 +372,20 @@ def _about_breaks(survey: _Survey, error: str) -> list[Finding]:
     return findings
 
 
-def _about_plan(plan: Plan) -> list[Finding]:
-    findings = []
-    random = [n for chunk in plan.chunks.values() for n in chunk.graph.nodes if draws(n)]
-    if random:
+def _about_template(template: Template, num_microbatches: int) -> list[Finding]:
+    nodes = [n for chunk in template.dag.chunks.values() for n in chunk.graph.nodes]
+    findings = _about_random([user_line(n) for n in nodes if draws(n)])
+    findings += _about_buffers([template.args[k].name for k in sorted(template.changed)])
+    if template.dag.training and template.dag.loss is None:
         findings.append(
             Finding(
-                severity=Severity.NOTE,
-                title="random numbers: they follow from the step's seed, the microbatch and the "
-                "stage, so they are the same for every schedule, and others than eager's",
-                where=tuple(dict.fromkeys(user_line(n) for n in random)),
+                severity=Severity.WARNING,
+                title="no output of the model can be the loss, so that one rank alone trains it: "
+                "pipelines need a loss inside the step",
+                remedy="return a scalar loss from forward, or name it: Strategy(..., loss=)",
             )
         )
-    if plan.changed:
-        findings.append(
-            Finding(
-                severity=Severity.NOTE,
-                title="buffers that every microbatch changes, in order; replicas keep their own",
-                where=tuple(plan.args[position].name for position in sorted(plan.changed)),
-            )
-        )
-    lines = dict.fromkeys(line for line, _ in plan.untagged if line)
+    lines = dict.fromkeys(line for line, _ in template.untagged if line)
     if lines:  # none where nothing has one
         findings.append(
             Finding(
@@ -299,7 +396,7 @@ def _about_plan(plan: Plan) -> list[Finding]:
                 "piper.annotate",
             )
         )
-    if plan.dag.num_microbatches == 1:
+    if num_microbatches == 1:
         findings.append(
             Finding(
                 severity=Severity.NOTE,
@@ -310,49 +407,140 @@ def _about_plan(plan: Plan) -> list[Finding]:
     return findings
 
 
-def _about_graph(gm: fx.GraphModule, names: Mapping[Node, tuple[str, bool]]) -> list[Finding]:
-    """Inputs that are changed, and waits for the device."""
-    findings = []
-    for node, line in _changed(gm).items():
-        name, is_state = names[node]
-        if not is_state:
+def _about_random(lines: Sequence[str]) -> list[Finding]:
+    if not lines:
+        return []
+    title = (
+        "random numbers: they follow from the step's seed, the microbatch and the stage, so they "
+        "are the same for every schedule, and others than eager's"
+    )
+    where = tuple(dict.fromkeys(lines))
+    return [Finding(severity=Severity.NOTE, title=title, where=where)]
+
+
+def _about_buffers(names: Sequence[str]) -> list[Finding]:
+    if not names:
+        return []
+    title = "buffers that every microbatch changes, in order; replicas keep their own"
+    return [Finding(severity=Severity.NOTE, title=title, where=tuple(names))]
+
+
+def _about_graphs(survey: _Survey, looked: _Looked) -> tuple[list[Finding], list[str]]:
+    """What the graphs of the survey show, and what could not be run to see it.
+
+    What they change, and the random numbers that they draw, is known better where a microbatch was
+    captured.
+    """
+    findings: list[Finding] = []
+    unseen: list[str] = []
+    for gm in survey.graphs:
+        waiting = [user_line(node) for node in gm.graph.nodes if _waits(node)]
+        if waiting:
             findings.append(
-                _fault(
-                    f"the model changes its input {name!r} in place",
-                    [line],
-                    "work on a copy: x = x.clone()",
+                Finding(
+                    severity=Severity.WARNING,
+                    title="a value is brought to the host: on an accelerator that waits for it",
+                    where=tuple(dict.fromkeys(waiting)),
+                    remedy="do it outside of forward, with an output",
                 )
             )
-    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    waiting = [n for n in calls if called(n) in _SYNC_CALLS]
-    if waiting:
-        findings.append(
-            Finding(
-                severity=Severity.WARNING,
-                title="a value is brought to the host: on an accelerator that waits for it",
-                where=tuple(dict.fromkeys(user_line(n) for n in waiting)),
-                remedy="do it outside of forward, with an output",
-            )
-        )
-    return findings
+    if looked.template is not None:
+        return findings, unseen
+    lines: list[str] = []
+    buffers: list[str] = []
+    for gm in survey.graphs:
+        try:
+            seen = _run_on_nothing(gm)
+        except Exception as error:
+            unseen.append(f"what a graph changes, which cannot be run: {_shown(error)}")
+            continue
+        lines += [user_line(node) for node in seen.drawing]
+        for node, line in seen.arguments_changed().items():
+            name, kind = survey.args.get(node, (node.name, None))
+            if kind is ArgKind.BUFFER:
+                buffers.append(name)
+            elif kind is not None:
+                title = changed_in_place(kind, name)
+                findings.append(_fault(title, [line], instead_of_change(kind)))
+    findings += [*_about_random(lines), *_about_buffers(list(dict.fromkeys(buffers)))]
+    return findings, unseen
 
 
-def _changed(gm: fx.GraphModule) -> dict[Node, str]:
-    """Arguments that a graph changes, and the user's line that does it."""
+class _Run(Changes):
+    """A graph run on fake tensors.
+
+    Attributes:
+        drawing: The calls that draw random numbers.
+    """
+
+    def __init__(self, gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> None:
+        self.drawing: dict[Node, None] = {}
+        super().__init__(gm, fakes, mode)
+
+    def run_node(self, n: Node) -> Any:
+        """See `fx.Interpreter`."""
+
+        def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if call_draws(func, args, kwargs):
+                self.drawing[n] = None
+            return func(*args, **kwargs)
+
+        with compat.DispatchMode(take, higher_order=True):
+            return super().run_node(n)
+
+    def arguments_changed(self) -> dict[Node, str]:
+        """Arguments that the graph changes, and the user's line that does it."""
+        found: dict[Node, str] = {}
+        for node in self.graph.nodes:
+            for value in self.changed_by(node):
+                if value.op == "placeholder":
+                    found.setdefault(value, user_line(node))
+        return found
+
+
+def _run_on_nothing(gm: fx.GraphModule) -> _Run:
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     with mode:
         fakes = [_zeros(node) for node in gm.graph.find_nodes(op="placeholder")]
-    changes = Changes(gm, fakes, mode)
-    found: dict[Node, str] = {}
-    for node in gm.graph.nodes:
-        for value in changes.changed_by(node):
-            if value.op == "placeholder":
-                found.setdefault(value, user_line(node))
-    return found
+    return _Run(gm, fakes, mode)
 
 
-def _about_state(model: nn.Module, survey: _Survey) -> list[Finding]:
-    """Parameters that are shared, unused or frozen."""
+def _waits(node: Node) -> bool:
+    """Whether a call brings a value to the host, from an accelerator if the model is on one."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    # `x.to(y.device)` has a torch.device here, which is the CPU where the model is looked at.
+    is_named = called(node) == "to" and "cpu" in (*node.args, *node.kwargs.values())
+    if called(node) in _SYNC_CALLS or is_named:
+        return True
+    sources = {_device_type(source) for source in node.all_input_nodes} - {"", "cpu", "meta"}
+    return _device_type(node) == "cpu" and bool(sources)
+
+
+def _device_type(node: Node) -> str:
+    value = node.meta.get("example_value")
+    return value.device.type if isinstance(value, Tensor) else ""
+
+
+def _used(survey: _Survey, plan: Plan | None) -> set[str] | None:
+    """Names of the parameters that ranks hold, or that the one graph of a call reads.
+
+    None where that is not known: some may be read between graphs.
+    """
+    if plan is not None:
+        return {plan.args[position].name for position in plan.holders()}
+    if survey.stopped or survey.breaks or len(survey.graphs) != 1:
+        return None
+    return {name for node, (name, _) in survey.args.items() if node.users}
+
+
+def _about_state(model: nn.Module, used: AbstractSet[str] | None) -> list[Finding]:
+    """Parameters that are shared, unused or frozen.
+
+    Args:
+        model: The model.
+        used: Names of the parameters that are used; None: it is not known.
+    """
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -367,9 +555,8 @@ def _about_state(model: nn.Module, survey: _Survey) -> list[Finding]:
                 where=tuple(tied),
             )
         )
-    used = {name for node, (name, is_state) in survey.names.items() if is_state and node.users}
     params = dict(model.named_parameters())
-    unused = [found[0] for found in names.values() if not used & set(found)]
+    unused = [found[0] for found in names.values() if used is not None and not used & set(found)]
     if unused:
         findings.append(
             Finding(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import piper_dynamo as piper
 from piper_dynamo.cli import main
 from piper_dynamo.examination import Finding, Report, Severity
+from tests import example, zoo_models
 from tests.models import (
     BakedIn,
     Branching,
@@ -28,7 +29,14 @@ from tests.models import (
     rows,
 )
 
+# Torch's own, while Dynamo traces.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 BATCH = rows(8)
+ALONE = piper.Strategy(piper.Split({}, num_microbatches=2), piper.Place({}, devices=[0]))
+ON_TWO = piper.strategies.pipeline(ranks=2, num_microbatches=2)
 
 
 class Mutating(nn.Module):
@@ -68,6 +76,114 @@ class Breaking(nn.Module):
         if h.sum() > 1:  # the wait
             h = h * 2
         return F.mse_loss(h, y)
+
+
+class Clamped(nn.Module):
+    """Changes a parameter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.w.clamp_(-1, 1)  # the clamp
+        return F.mse_loss(x @ self.w, y)
+
+
+class Teacher(nn.Module):
+    """Changes a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+        self.slow = nn.Parameter(torch.ones(4, 4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.slow.mul_(0.9).add_(self.w.detach(), alpha=0.1)  # the average
+        return F.mse_loss(x @ self.w + x @ self.slow, y)
+
+
+class Assigned(Clamped):
+    """Changes the values behind a parameter."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.w.data.mul_(2)  # the product
+        return F.mse_loss(x @ self.w, y)
+
+
+class Averaged(nn.Module):
+    """Changes a buffer to a value that has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x @ self.w
+        self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return F.mse_loss(h, y)
+
+
+class Statistics(Clamped):
+    """Changes inputs where their version does not show it, as running statistics."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mean, var = y[0], y[1]
+        return F.batch_norm(x @ self.w, mean, var, training=True).square().mean()
+
+
+class Mapped(Clamped):
+    """Attention to each row by a transform of torch.func."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = torch.func.vmap(lambda row, other: (row * other).sum(-1) @ row)(x @ self.w, y)
+        return scores.square().mean()
+
+
+class Failing(Clamped):
+    """Is wrong on any device."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(x @ self.w[:3], y)  # the mistake
+
+
+class Idle(Clamped):
+    """Reads a parameter for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        _ = x @ self.idle
+        return F.mse_loss(x @ self.w, y)
+
+
+class Sloppy(nn.Module):
+    """A break in a block that Dynamo leaves to Python as a whole: it changes what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.dropout(x @ self.w)  # the draw
+        torch._dynamo.graph_break()
+        h.relu_()
+        update(self, x)
+        return F.mse_loss(h, y)
+
+
+@torch._dynamo.disable
+def update(model: Sloppy, x: Tensor) -> None:
+    """Code that Dynamo does not look at."""
+    with torch.no_grad():
+        model.w.data.add_(1)
+        model.count.add_(1)
+        x.add_(1)
 
 
 def found(report: Report, severity: Severity, *words: str) -> Finding:
@@ -111,6 +227,151 @@ def test_a_changed_input() -> None:
     found(report, Severity.FAULT, "changes its input 'x' in place", line("# the change"), "clone")
 
 
+@pytest.mark.parametrize(
+    ("build", "name", "at"),
+    [
+        (Clamped, "w", "# the clamp"),
+        (Teacher, "slow", "# the average"),
+        (Assigned, "w", "# the product"),
+    ],
+)
+def test_a_changed_parameter(build: Callable[[], nn.Module], name: str, at: str) -> None:
+    report = piper.doctor(build(), BATCH)
+    assert str(report).startswith("the model works on one device alone")
+    title = f"changes its parameter {name!r} in place"
+    found(report, Severity.FAULT, title, line(at), "register_buffer")
+    with pytest.raises(piper.PiperCaptureError, match=title):
+        piper.plan(build(), ON_TWO, BATCH)
+
+
+AGREED: list[tuple[Callable[[], nn.Module], Any]] = [
+    *((build, BATCH) for build in (Stack4, Dropped, NormNet, Paths, Mapped, Idle, Waiting)),
+    *((build, BATCH) for build in (Clamped, Teacher, Assigned, Averaged, Statistics, Mutating)),
+    *((build, BATCH) for build in (Breaking, Branching, Printing, Failing, Sloppy, BakedIn)),
+    (TiedLM, TiedLM.batch()),
+    (Odd, TiedLM.batch()),
+]
+
+
+@pytest.mark.parametrize(("build", "batch"), AGREED, ids=[build.__name__ for build, _ in AGREED])
+def test_what_is_fine_is_planned_and_nothing_else(
+    build: Callable[[], nn.Module], batch: Any
+) -> None:
+    try:
+        piper.plan(build(), ALONE, batch)
+        refusal = ""
+    except piper.PiperError as error:
+        refusal = str(error)
+    report = piper.doctor(build(), batch)
+    assert report.is_fine == (not refusal), f"{report}\n{refusal}"
+    assert report.is_fine == (not report.of(Severity.FAULT))
+
+
+FINE = ("TextLSTM", "Nested")
+FINE_SLOW = ("ResNet", "UNet", "Translator", "Rounded", "Checkpointed")
+
+
+@pytest.mark.parametrize(
+    "name", [*FINE, *(pytest.param(name, marks=pytest.mark.slow) for name in FINE_SLOW)]
+)
+def test_models_that_are_trained_are_fine(name: str) -> None:
+    model = getattr(zoo_models, name)
+    subject = zoo_models.subject(model)
+    strategy = example.load(zoo_models.EXAMPLES[model]).strategy()
+    report = piper.doctor(subject.build(), subject.batch(0, 0), strategy=strategy)
+    assert report.is_fine, str(report)
+    assert report.graphs == 1
+    assert "could not be looked at" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("Branching", "the host waits"), ("Conditional", "cond"), ("Flex", "FlexAttention")],
+)
+def test_models_that_are_refused_are_not(name: str, word: str) -> None:
+    torch._dynamo.reset()  # they share a forward, of which it keeps what it traced for the last
+    subject = zoo_models.subject(getattr(zoo_models, name))
+    report = piper.doctor(subject.build(), subject.batch(0, 0))
+    found(report, Severity.FAULT, word, "zoo_models.py:")
+    found(report, Severity.WARNING, "could not be looked at", "baked in")
+
+
+def test_a_fault_hides_no_other_finding() -> None:
+    class Both(Dropped):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x.view(8, 4), y)
+
+    report = piper.doctor(Both(), BATCH)
+    found(report, Severity.FAULT, "batch size")
+    found(report, Severity.NOTE, "random numbers", "models.py:")
+    found(report, Severity.WARNING, "could not be looked at", "other batch sizes")
+    two = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions={"layer.*": {"PP": 1}})
+    report = piper.doctor(Dropped(), BATCH, strategy=two)
+    found(report, Severity.FAULT, "matches no module", "layer.*")
+    found(report, Severity.NOTE, "random numbers", "models.py:")
+    found(report, Severity.WARNING, "could not be looked at", "stages and placement")
+    three = piper.strategies.pipeline(ranks=3, num_microbatches=2)
+    report = piper.doctor(Dropped(), BATCH, strategy=three)
+    found(report, Severity.FAULT, "the placement is not possible")
+    found(report, Severity.NOTE, "random numbers", "models.py:")
+    assert "could not be looked at" not in str(report)  # captured as the strategy wants it
+
+
+def test_what_code_around_breaks_does_is_seen_and_put_back() -> None:
+    model, (x, y) = Sloppy(), rows(8)
+    before = [value.detach().clone() for value in (*model.parameters(), *model.buffers(), x)]
+    report = piper.doctor(model, (x, y))
+    for old, new in zip(before, (*model.parameters(), *model.buffers(), x), strict=True):
+        assert torch.equal(old, new)
+    found(report, Severity.NOTE, "random numbers", line("# the draw"))
+    found(report, Severity.WARNING, "could not be looked at", "baked in", "the loss", "not used")
+    assert "does not use" not in str(report)  # which are read between graphs is not known
+    # what an earlier graph has made is no input of the model
+    assert "in place" not in str(report)
+
+
+def test_a_refused_model_leaves_its_inputs_as_they_were() -> None:
+    """Dynamo's marks on them would let the next model be refused, too."""
+    x, y = rows(8)
+    with pytest.raises(piper.PiperCaptureError, match="baked into the model"):
+        piper.plan(BakedIn(), ALONE, (x, y))
+    assert not [name for name in vars(x) if "dynamo" in name]
+
+
+def test_a_buffer_that_changes_to_a_value_with_a_gradient() -> None:
+    report = piper.doctor(Averaged(), BATCH)
+    found(report, Severity.FAULT, "its buffer 'mean' to a value with a gradient", "detach")
+
+
+def test_what_is_wrong_anyway_is_a_fault() -> None:
+    report = piper.doctor(Failing(), BATCH)
+    found(report, Severity.FAULT, line("# the mistake"))
+
+
+def test_what_a_call_reads_for_nothing() -> None:
+    report = piper.doctor(Idle(), BATCH)
+    assert found(report, Severity.WARNING, "does not use").where == ("idle",)
+
+
+@pytest.mark.parametrize(
+    ("moved", "waits"),
+    [
+        (lambda h, x: h.to("cpu"), True),
+        (lambda h, x: h.to(device="cpu", dtype=torch.float64), True),
+        (lambda h, x: h.to(x.device), False),
+        (lambda h, x: h.to(torch.float64), False),
+    ],
+)
+def test_values_that_are_moved(moved: Callable[[Tensor, Tensor], Tensor], waits: bool) -> None:
+    class Moved(Clamped):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(moved(x @ self.w, x), y)
+
+    report = piper.doctor(Moved(), BATCH)
+    assert report.is_fine
+    assert ("brought to the host" in str(report)) == waits
+
+
 def test_a_wait_that_is_no_break() -> None:
     report = piper.doctor(Waiting(), BATCH)
     assert report.is_fine
@@ -125,6 +386,7 @@ def test_a_baked_in_batch_size() -> None:
 def test_no_loss() -> None:
     report = piper.doctor(Hidden(), BATCH[:1])
     assert report.is_fine  # forwards and backwards are two programs
+    found(report, Severity.WARNING, "no output of the model can be the loss", "loss=")
     two = piper.strategies.pipeline(ranks=2, num_microbatches=2)
     report = piper.doctor(Hidden(), BATCH[:1], strategy=two)
     assert not report.is_fine
