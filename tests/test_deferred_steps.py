@@ -242,6 +242,92 @@ def test_an_init_fn_gives_the_same_values_under_every_layout() -> None:
             assert torch.equal(value, want), name
 
 
+class Stored(Drawn):
+    """Every buffer is in checkpoints."""
+
+    def __init__(self, stages: int = 2) -> None:
+        super().__init__(stages)
+        self.register_buffer("second", self.second)
+
+
+def bare_stored(stages: int) -> nn.Module:
+    with torch.device("meta"):
+        return Stored(stages)
+
+
+# Another seed: what is not loaded is seen.
+STARTS = {
+    "deferred": lambda stages: deferred(functools.partial(Stored, stages), seed=9),
+    "bare": bare_stored,
+}
+
+
+def stored(build: Callable[[int], nn.Module]) -> Case:
+    return Case(build=build, batch=replicas.tokens)
+
+
+def saved(folder: Path, placement: jobs.Placement, wanted: piper.Strategy) -> Any:
+    """The loss of the step after the saved one, what each rank held, and all buffers."""
+    made = stored(lambda stages: seeded(functools.partial(Stored, stages)))
+
+    def job() -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        step = replicas.compiled(made, placement, wanted)
+        optimizer = torch.optim.SGD(piper.parameters(step), lr=0.5)
+        step(*replicas.mine(replicas.tokens(0), placement)).backward()
+        optimizer.step()
+        piper.save_checkpoint(folder, step)
+        loss = step(*replicas.mine(replicas.tokens(1), placement)).item()
+        model = step._orig_mod
+        return loss, replicas.held(step), {n: b.clone() for n, b in model.named_buffers()}
+
+    return jobs.run_ranks(job, jobs.world(placement))
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(("placement", "zero"), [(LINE2, 0), (LINE, 3)])
+def test_a_checkpoint_gives_values_that_are_still_to_come(
+    placement: jobs.Placement, zero: int, start: str, tmp_path: Path
+) -> None:
+    """Also of what no program uses, and of buffers that other stages read: whole on every rank."""
+    wanted = jobs.strategy(placement, 2)
+    if zero:
+        wanted = replicas.strategy(placement, 2, zero=zero)
+    want = saved(tmp_path, placement, wanted)
+
+    def job() -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        step = replicas.compiled(stored(STARTS[start]), placement, wanted)
+        piper.load_checkpoint(tmp_path, step)
+        held, model = replicas.held(step), step._orig_mod
+        others = {n: b.clone() for n, b in model.named_buffers()}
+        others |= {f"unused.{n}": p.detach().clone() for n, p in model.unused.named_parameters()}
+        loss = step(*replicas.mine(replicas.tokens(1), placement)).item()
+        return loss, held, others
+
+    unused = {n: v for n, v in want[0][1].items() if n.startswith("unused")}
+    assert len(unused) == 2
+    for rank, (loss, held, others) in enumerate(jobs.run_ranks(job, jobs.world(placement))):
+        assert loss == pytest.approx(want[rank][0], abs=1e-12)
+        assert held.keys() == want[rank][1].keys()
+        for name, value in (want[rank][1] | want[rank][2] | unused).items():
+            assert torch.equal((held | others)[name], value), name
+
+
+def test_a_checkpoint_that_does_not_fit_gives_nothing(tmp_path: Path) -> None:
+    """The next step still needs values."""
+    saved(tmp_path, LINE2, jobs.strategy(LINE2, 2))
+
+    def job() -> tuple[str, str]:
+        step = replicas.compiled(stored(bare_stored), LINE2, jobs.strategy(LINE2, 2))
+        step._orig_mod.register_buffer("more", torch.zeros(1))
+        told = jobs.refusal(lambda: piper.load_checkpoint(tmp_path, step))
+        given = replicas.mine(replicas.tokens(1), LINE2)
+        return told, jobs.refusal(lambda: step(*given))
+
+    for told, refused in jobs.run_ranks(job, 2):
+        jobs.mentions(told, "more is not in it")
+        jobs.mentions(refused, "nothing gave it values", "e.weight")
+
+
 def nothing(name: str, tensor: Tensor) -> None:
     pass
 

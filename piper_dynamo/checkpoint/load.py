@@ -30,6 +30,7 @@ from piper_dynamo.checkpoint.job import (
 )
 from piper_dynamo.errors import PiperError, PiperRuntimeError, format_error
 from piper_dynamo.meeting import Meeting
+from piper_dynamo.pending import fill, source_of
 from piper_dynamo.state import record_of
 
 
@@ -167,6 +168,11 @@ class _Loading:
         plan = self.planner.finish_plan(self.planner.create_local_plan())
         with torch.no_grad():
             self.checkpoint.read_data(plan, self.planner).wait()
+        # Read into memory that autograd's counters of changes do not see.
+        ties, state = job.ties(), job.state
+        state.empty = [
+            one for one in state.empty if model_key(ties.get(one[0], one[0])) not in self.targets
+        ]
         optim.apply_settings(self.settings, job.optimizers, job.named)
         for optimizer in job.optimizers:
             for group in optimizer.param_groups:
@@ -200,13 +206,15 @@ def _check_model(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def model_targets(job: Job) -> dict[str, Tensor]:
-    """What this rank holds of the model, by key."""
+    """What this rank holds of the model, by key; values that are still to come are made."""
     found = {model_key(name): param.detach() for name, (param, _) in job.params.items()}
     ties = job.ties()
     for name, value in job.tensors().items():
         # What no program uses yet is whole on every rank.
         is_whole = not isinstance(value, nn.Parameter) or record_of(value) is None
         if is_whole and name not in ties:
+            if source_of(value) is not None and not fill(value, job.state.init):
+                job.state.lacks(name, value)
             found.setdefault(model_key(name), value.detach())
     return found
 
