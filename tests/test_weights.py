@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo import weights
 from tests import jobs, replicas
 from tests.jobs import LINE2
 from tests.models import rows
@@ -109,6 +110,35 @@ def test_every_rank_loads_what_it_holds(tmp_path: Path, kind: str) -> None:
         for name, value in model.named_buffers():
             assert torch.equal(buffers[name], value), name
         assert loss == pytest.approx(model(*rows(8)).item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_no_rank_reads_what_it_does_not_hold(
+    kind: str, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are asked for: the rank's parameters, or its rows of them, and the buffers."""
+    asked: dict[int, int] = {}
+
+    def counting(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any) -> Tensor:
+            found = read(*args)
+            asked[piper.rank()] = asked.get(piper.rank(), 0) + found.nbytes
+            return found
+
+        return run
+
+    for reader in (weights._Mapped, weights._Safe):
+        for name in ("rows", "whole"):
+            monkeypatch.setattr(reader, name, counting(getattr(reader, name)))
+    model = trained()
+    source = WRITERS[kind](model.state_dict(), tmp_path)
+    for rank, (held, *_) in enumerate(loaded(source, zero=zero)):
+        own = sum(value.nbytes for value in held.values())
+        assert asked[rank] == own + model.table.nbytes  # type: ignore[operator, union-attr]
+    layer = sum(value.nbytes for value in model.a.parameters())  # type: ignore[union-attr]
+    blocks = layer if zero == 0 else layer / 2
+    assert set(asked.values()) == {blocks + 4 * 8}
 
 
 def test_a_model_on_the_meta_device_takes_a_file(tmp_path: Path) -> None:
