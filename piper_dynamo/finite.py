@@ -1,8 +1,9 @@
 """What becomes of a step whose values are not finite: all ranks raise, or skip it, together.
 
 Terms: a *finding* is where a rank's step first made a value that is not finite: an instruction of
-its program, and which of its outputs. With `nan_check` the emitted program looks at what every task
-makes; the looks stay on the device until the step has run. With a dynamic loss scale only the
+its program, and which of its outputs. The loss of a microbatch that weighs nothing is none: a mean
+over no label is NaN, and counts nothing. With `nan_check` the emitted program looks at what every
+task makes; the looks stay on the device until the step has run. With a dynamic loss scale only the
 finished gradients are looked at. Where both are off nothing is done.
 
 Signature: a step's results -> whether its gradients are handed over, the same on every rank.
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from piper_dynamo.errors import PiperCaptureError, PiperRuntimeError, format_error
 from piper_dynamo.ir.graph import producer
-from piper_dynamo.ir.program import Instr, Op
+from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.task import Kind, TaskName
 from piper_dynamo.planning import Plan
 from piper_dynamo.runtime.comm import Communicator
@@ -83,13 +84,19 @@ def agree_on_gradients(grads: Sequence[Tensor], comm: Communicator) -> bool:
 
 
 def check_step(
-    plan: Plan, executor: Executor, grads: Sequence[Tensor], comm: Communicator, action: str
+    plan: Plan,
+    executor: Executor,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    comm: Communicator,
+    action: str,
 ) -> bool:
     """Whether all values of a step are finite; every rank comes here.
 
     Args:
         plan: What has run.
         executor: What ran this rank's program, with its looks.
+        weights: Of the losses, in the program's order.
         grads: The finished gradients, in the program's order.
         comm: The way to the others.
         action: "raise" or "skip".
@@ -101,7 +108,7 @@ def check_step(
         PiperRuntimeError: They are not finite, and the action is "raise": on all ranks, naming the
             first task and the first parameter.
     """
-    mine = list(_findings(executor, grads))
+    mine = list(_findings(executor, weights, grads))
     told = torch.zeros(comm.world_size, 4, dtype=torch.float64)
     of_gradients = (f for f in mine if _parameter(plan, f) is not None)
     for column, found in enumerate((next(iter(mine), None), next(of_gradients, None))):
@@ -118,11 +125,18 @@ def check_step(
     return False
 
 
-def _findings(executor: Executor, grads: Sequence[Tensor]) -> Iterator[_Finding]:
+def _findings(
+    executor: Executor, weights: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Iterator[_Finding]:
     """Of this rank, in the order of its program."""
     program = executor.program
+    idle = _idle(program, weights)
     last = {reg: i for i, instr in enumerate(program.instrs) for reg in _made(instr)}
-    looks = list(executor.looks)
+    looks = [
+        (at, slot, look)
+        for at, slot, look in executor.looks
+        if program.instrs[at].outputs[slot] not in idle
+    ]
     for (_, reg), grad in zip(program.grads, grads, strict=True):  # a reduction may overflow, too
         at = last[reg]
         slot = program.instrs[at].outputs.index(reg)
@@ -133,6 +147,14 @@ def _findings(executor: Executor, grads: Sequence[Tensor]) -> Iterator[_Finding]
     bad = [(at, slot) for (at, slot, _), one in zip(looks, good, strict=True) if not one]
     for at, slot in sorted(bad):
         yield _Finding(rank=program.rank, index=at, slot=slot)
+
+
+def _idle(program: RankProgram, weights: Sequence[Tensor]) -> frozenset[str]:
+    """The losses that count nothing, by register."""
+    nothing = {reg for reg, one in zip(program.weights, weights, strict=True) if one.item() == 0}
+    inputs = [instr.inputs for instr in program.instrs if instr.op is Op.LOSS]
+    pairs = (pair for regs in inputs for pair in zip(regs[::2], regs[1::2], strict=True))
+    return frozenset(loss for loss, weight in pairs if weight in nothing)
 
 
 def _made(instr: Instr) -> tuple[str, ...]:

@@ -363,7 +363,7 @@ class CompiledStep(CapturedStep):
         if recorder is not None:
             recorder(entry.executor, plan.dag.chunks, plan.args)
         state.last = plan
-        is_good = self._is_good(entry, state, results)
+        is_good = self._is_good(entry, state, weights, results)
         with torch.no_grad():
             if scale != 1.0 and results.loss is not None:
                 results.loss.div_(scale)
@@ -387,7 +387,9 @@ class CompiledStep(CapturedStep):
         # Not torch.tensor, which copies from the host, and on CUDA waits for that.
         return [torch.full((), w, dtype=spec.dtype, device=spec.device) for w in weights], scale
 
-    def _is_good(self, entry: Entry, state: StepState, results: StepResults) -> bool:
+    def _is_good(
+        self, entry: Entry, state: StepState, weights: Sequence[Tensor], results: StepResults
+    ) -> bool:
         """Whether a step's gradients are to be handed over; all ranks find the same.
 
         Raises:
@@ -399,7 +401,7 @@ class CompiledStep(CapturedStep):
         is_good = True
         if self._options.nan_check is not None:
             action = self._options.nan_check
-            is_good = check_step(plan, executor, results.grads, executor.comm, action)
+            is_good = check_step(plan, executor, weights, results.grads, executor.comm, action)
         elif scaler.rule is not None:
             is_good = agree_on_gradients(results.grads, executor.comm)
         scaler.update(is_finite=is_good)

@@ -218,9 +218,13 @@ class Runtime:
 
     def loss(self, *pairs: Tensor) -> Tensor:
         """The weighted sum of microbatch losses, given as loss, weight, loss, weight, ..."""
-        total = pairs[0] * pairs[1]
-        for loss, weight in zip(pairs[2::2], pairs[3::2], strict=True):
-            total = total + loss * weight
+        # What counts nothing may be NaN, as a mean over no label is.
+        total, *rest = (
+            torch.where(weight == 0, weight, loss * weight)
+            for loss, weight in zip(pairs[::2], pairs[1::2], strict=True)
+        )
+        for part in rest:
+            total = total + part
         return total
 
     def concat(self, parts: Sequence[Tensor], dim: int | None) -> Tensor:

@@ -43,10 +43,16 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weighted_loss(losses: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The loss whose gradient is taken: the microbatches' losses times their weights, summed."""
-    total = losses[0] * weights[0]
-    for loss, weight in zip(losses[1:], weights[1:], strict=True):
-        total = total + loss * weight
+    """The loss whose gradient is taken: the microbatches' losses times their weights, summed.
+
+    A microbatch that weighs nothing adds nothing, whatever its loss is.
+    """
+    total, *rest = (
+        torch.where(weight == 0, weight, loss * weight)
+        for loss, weight in zip(losses, weights, strict=True)
+    )
+    for part in rest:
+        total = total + part
     return total
 
 

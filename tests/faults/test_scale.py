@@ -1,5 +1,6 @@
 """Section A: what gradients and the loss are scaled by."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo.runtime.executor import Runtime
 from tests import jobs, replicas
 from tests.faults import fixtures as fx
 from tests.faults.fixtures import EIGHT, F1, F2, about
@@ -93,10 +95,41 @@ def test_unequal_microbatches_count_by_their_tokens(
     assert fx.norms(ranks)["e"] == about(F2.IGNORED_NORM_E)
 
 
-def test_a_microbatch_without_any_token_counts_nothing() -> None:
-    """R03, a microbatch whose labels are all ignored: the mean over the others, no NaN."""
-    for found in fx.run(Ignoring, weighted(2, False, by_tokens), F2.ignoring(whole=True)):
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("model", [TiedLM, *fx.slowly(Ignoring)])
+def test_a_microbatch_without_any_token_counts_nothing(
+    model: type[TiedLM], replicated: bool
+) -> None:
+    """R03, a microbatch whose labels are all ignored: the mean over the others, no NaN.
+
+    Its own plain mean is NaN, which is nobody's loss: `nan_check` finds nothing.
+    """
+    batch = F2.ignoring(whole=True)
+    eager = model()
+    eager(*batch).backward()
+    wanted = weighted(2, replicated, by_tokens)
+    for found in fx.run(model, wanted, batch, nan_check="raise"):
         assert found.loss == about(F2.TWO_ROWS_IGNORED)
+        for name, grad in found.grads.items():
+            jobs.close(grad, eager.get_parameter(name).grad, name)
+
+
+def test_control_a_microbatch_that_is_nan_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R03, signature: NaN, where zero times NaN is added; and where it weighs something."""
+    batch = F2.ignoring(whole=True)
+    for found in fx.run(TiedLM, weighted(2, False, "mean"), batch):
+        assert math.isnan(found.loss)
+    text = jobs.refusal(
+        lambda: fx.run(TiedLM, weighted(2, False, "mean"), batch, nan_check="raise")
+    )
+    jobs.mentions(text, "not finite", "F.PP1.MB0")
+
+    def plain(self: Runtime, *pairs: Tensor) -> Tensor:
+        return sum((a * b for a, b in zip(pairs[::2], pairs[1::2], strict=True)), torch.zeros(()))
+
+    monkeypatch.setattr(Runtime, "loss", plain)
+    for found in fx.run(TiedLM, weighted(2, False, by_tokens), batch):
+        assert math.isnan(found.loss)
 
 
 def test_control_a_mean_of_means_is_another_loss() -> None:
