@@ -1,6 +1,6 @@
 """Chunks that run operator by operator, with less memory traffic than their graphs ask for.
 
-Five rewrites, each on a copy of a chunk's graph:
+Four rewrites, each on a copy of a chunk's graph:
 
 - `simplify` drops operators that change nothing, and what stands for exchanges of rows; results
   stay the same bit by bit.
@@ -9,7 +9,8 @@ Five rewrites, each on a copy of a chunk's graph:
   before (one rounding less per element than adding afterwards).
 - `write_in_blocks` lets a product that is a whole gradient be written into memory that the step
   uses again; the same bits.
-- `seed_draws` makes what an operator draws depend on its number, and not on the draws before.
+
+Draws get their seeds as `draws.py` says.
 
 Signature: chunk -> a graph that runs; chunk -> which of its outputs can be added into sums.
 """
@@ -17,8 +18,7 @@ Signature: chunk -> a graph that runs; chunk -> which of its outputs can be adde
 from collections import Counter
 from typing import Any
 
-import torch
-from torch import Tag, default_generator, fx, ops
+from torch import Tag, fx, ops
 from torch._ops import OpOverload
 from torch.fx.node import Node
 
@@ -33,7 +33,7 @@ from piper_dynamo.ir.alias import (
     viewed,
 )
 from piper_dynamo.ir.chunk import Chunk, copied, spec_of
-from piper_dynamo.ir.program import mix_seed
+from piper_dynamo.lowering.draws import seed_draws
 
 aten = ops.aten
 _COMMUTES = (aten.add.Tensor, aten.mul.Tensor)
@@ -197,39 +197,6 @@ def write_in_blocks(graph: fx.Graph, positions: tuple[int, ...]) -> None:
         with graph.inserting_before(node):
             block = graph.call_function(blocks.empty, (spec.shape, node.args[0]))
         node.target, node.kwargs = aten.mm.out, {"out": block}
-
-
-def seed_draws(graph: fx.Graph) -> None:
-    """Give each draw a seed of its own: that of the chunk, and its number there.
-
-    A backward that makes a mask again so gets the mask of its forward, whatever else the two draw.
-
-    rewrite:   y = draw(x)   ->   s = chunk_seed() ; ... ; seed(s, number, device) ; y = draw(x)
-    """
-    draws = [node for node in graph.nodes if "draw" in node.meta]
-    if not draws:
-        return
-    with graph.inserting_before(draws[0]):
-        seed = graph.call_function(_chunk_seed)
-    for node in draws:
-        with graph.inserting_before(node):
-            graph.call_function(_seed_draw, (seed, node.meta["draw"], _device_of(node)))
-
-
-def _chunk_seed() -> int:
-    """What the program seeded every device's generator with before this chunk."""
-    return default_generator.initial_seed()
-
-
-def _seed_draw(seed: int, number: int, device: torch.device) -> None:
-    compat.generator_of(device).manual_seed(mix_seed(seed + number))
-
-
-def _device_of(node: Node) -> torch.device:
-    """Where an operator draws."""
-    value = node.meta["val"]
-    found: torch.device = (value[0] if isinstance(value, tuple | list) else value).device
-    return found
 
 
 class _Memory:

@@ -24,6 +24,7 @@ from piper_dynamo.generated import named
 from piper_dynamo.ir.chunk import Chunk, copied, function_of, runnable
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.lowering.aten import drop_stand_ins, runnable_graph
+from piper_dynamo.lowering.draws import hide_draws
 from piper_dynamo.options import FUSED, TUNED
 
 log = logging.getLogger("piper.chunks")
@@ -82,6 +83,7 @@ def _inductor(chunk: Chunk, *, tuned: bool) -> ChunkFn:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
     graph = copied(chunk.graph)
     drop_stand_ins(graph)
+    hide_draws(graph)
     with one_at_a_time(Path(inductor.inductor_folder()), chunk.key):
         run = inductor.compile_with_inductor(runnable(graph), chunk.inputs, tuned=tuned)
     expected = [

@@ -19,7 +19,7 @@ from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
-from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, RegionId, Task
+from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Task
 
 _COLLECTIVES = {kind: Op(kind.value) for kind in COLLECTIVE_KINDS}
 
@@ -52,7 +52,6 @@ def lower(
         place: Only of the ranks at this place of their groups; None: of all.
     """
     position = {node: i for i, node in enumerate(dag.graph.nodes)}
-    seeds = dag.seeds()
     by_group: dict[tuple[int, ...], list[Node]] = {devices: [] for devices in order}
     for node in dag.graph.nodes:
         task = node.meta.get("task")
@@ -64,7 +63,7 @@ def lower(
         for at, rank in enumerate(devices):
             if place not in (None, at):
                 continue
-            lowering = _Lowering(dag, rank, at, position, seeds, edges)
+            lowering = _Lowering(dag, rank, at, position, edges)
             lowering.run(tasks, by_group[devices])
             drafts[rank] = lowering.draft
     return [drafts[rank] for rank in sorted(drafts)]
@@ -167,11 +166,10 @@ class _Lowering:
         rank: int,
         place: int,
         position: dict[Node, int],
-        seeds: dict[RegionId, tuple[int, int]],
         edges: tuple[dict[Node, list[Node]], dict[Node, list[Node]]],
     ) -> None:
         self.dag, self.rank, self.place = dag, rank, place
-        self.position, self.seeds = position, seeds
+        self.position = position
         self.draft = Draft(rank=rank, place=place)
         self.known: set[Node] = set()
         self.waiting: dict[Node, int] = {}
@@ -258,9 +256,7 @@ class _Lowering:
                 bundle_in=bundle_in,
                 bundle_out=bundle_out,
                 num_primals=num_primals,
-                seed=(task.name.mb or 0, *self.seeds[task.name.region])
-                if phase.chunk.is_random
-                else None,
+                seed=self.dag.seed(task.name) if phase.chunk.is_random else None,
                 where=task.where,
             )
         )

@@ -64,7 +64,7 @@ class _Builder:
             loss=capture.loss,
             regions={r: regions.where.get(r, "") for r in regions.order},
             training=bool(capture.tangents),
-            draws={region: graph.draws for region, graph in graphs.items()},
+            draws={region: graph.first_draw for region, graph in graphs.items()},
             computed=capture.computed,
             sources=regions.sources,
         )

@@ -12,7 +12,7 @@ from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperPlanError
-from piper_dynamo.ir.alias import is_random
+from piper_dynamo.ir.alias import draws
 from piper_dynamo.ir.graph import Dag
 from piper_dynamo.ir.joint import ArgKind, Capture
 from piper_dynamo.ir.spec import TensorSpec
@@ -32,7 +32,7 @@ def value_checker(
 
     None where there is nothing to compare: the graph draws random numbers, or has no loss.
     """
-    if capture.loss is None or any(is_random(n) for n in capture.graph.nodes):
+    if capture.loss is None or any(map(draws, capture.graph.nodes)):
         return None
 
     def check(dag: Dag) -> None:

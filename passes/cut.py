@@ -39,7 +39,8 @@ class RegionGraph:
             output order.
         needed_early: For each backward output, whether another region or the user waits for it
             (BI, not BW).
-        draws: How many of its operators draw random numbers.
+        first_draw: The number of its first operator that draws random numbers, of all of the
+            model's; 0 where none does. Its nodes' marks count from there.
     """
 
     region: RegionId
@@ -49,7 +50,7 @@ class RegionGraph:
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     needed_early: tuple[bool, ...]
-    draws: int
+    first_draw: int
 
 
 def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
@@ -60,6 +61,7 @@ def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
     requires:  every node that is not free has a region
     keeps:     values; meta of every node
     """
+    number_draws(capture.graph)
     _make_borders_contiguous(capture, regions)
     _own_partials(capture, regions)
     members: dict[RegionId, list[Node]] = {region: [] for region in regions.order}
@@ -80,6 +82,24 @@ def cut(capture: Capture, regions: Regions) -> dict[RegionId, RegionGraph]:
         region: _extract(capture, regions, region, members[region], kept, partials[region], early)
         for region in regions.order
     }
+
+
+def number_draws(graph: fx.Graph) -> None:
+    """Number what draws random numbers, in the order of the model.
+
+    The number says which seed a draw has: it must not depend on where the model is cut.
+    """
+    for number, node in enumerate(filter(draws, graph.nodes)):
+        node.meta["draw"] = number
+
+
+def _count_from_first(graph: fx.Graph) -> int:
+    """Let a region's draws count from its first, so that equal regions stay equal; its number."""
+    drawing = [node for node in graph.nodes if "draw" in node.meta]
+    first: int = min((node.meta["draw"] for node in drawing), default=0)
+    for node in drawing:
+        node.meta["draw"] -= first
+    return first
 
 
 def _crosses(node: Node, regions: Regions) -> bool:
@@ -222,7 +242,7 @@ def _extract(
         forward=tuple(n.name for n in forward),
         backward=tuple(n.name for n in backward),
         needed_early=tuple(n in crossing or n in early for n in backward),
-        draws=sum(map(draws, graph.nodes)),
+        first_draw=_count_from_first(graph),
     )
 
 
@@ -247,7 +267,7 @@ def _own_gradients(
         copy = graph.call_function(
             torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
         )
-        copy.meta = dict(node.meta)
+        copy.meta = {key: value for key, value in node.meta.items() if key != "draw"}
         with capture.mode:
             copy.meta["val"] = torch.empty_strided(
                 value.shape, contiguous_stride(value.shape), dtype=value.dtype, device=value.device

@@ -51,11 +51,9 @@ class MinCut:
 
     Attributes:
         mode: The fake mode of the graphs' values.
-        redraws: Whether random numbers may be drawn again in the backward.
     """
 
     mode: compat.FakeTensorMode
-    redraws: bool
 
     def __call__(
         self, graph: fx.Graph, num_forward: int, held: AbstractSet[Node], budget: float | None
@@ -70,12 +68,9 @@ class MinCut:
         """
         for place, node in enumerate(graph.nodes):
             node.meta["place"] = place
-        recompute.number_draws(graph)
 
         def cut(kept: AbstractSet[Node] | None = None, *, checkpoints: bool = True) -> Halves:
-            wanted = recompute.policies(
-                graph, held, kept=kept, checkpoints=checkpoints, redraws=self.redraws
-            )
+            wanted = recompute.policies(graph, held, kept=kept, checkpoints=checkpoints)
             return self._cut(graph, num_forward, held, wanted, apart=kept is None)
 
         plain = cut()

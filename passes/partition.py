@@ -21,7 +21,6 @@ from piper_dynamo.ir.joint import Recomputed
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.passes.cut import RegionGraph
 from piper_dynamo.passes.mincut import MinCut
-from piper_dynamo.passes.recompute import number_draws
 
 # What is asked of a chunk's nodes; the rest was for the passes before.
 _CHUNK_META = ("val", "constant", "stack_trace", "draw")
@@ -76,9 +75,9 @@ class Partition:
 class Partitioner:
     """Partitions regions, each class of equal ones once."""
 
-    def __init__(self, mode: compat.FakeTensorMode, *, redraws: bool = True) -> None:
-        """Args are those of `MinCut`."""
-        self._cut = MinCut(mode=mode, redraws=redraws)
+    def __init__(self, mode: compat.FakeTensorMode) -> None:
+        """`mode` is the fake mode of the graphs' values."""
+        self._cut = MinCut(mode=mode)
         self._fakes: dict[TensorSpec, torch.Tensor] = {}
         self._known: dict[tuple[Any, ...], Partition] = {}
 
@@ -106,9 +105,7 @@ class Partitioner:
         self, region: RegionGraph, keeps_primal: tuple[bool, ...], budget: float | None
     ) -> Partition:
         if not region.backward:
-            forward = copied(region.graph)
-            number_draws(forward)
-            return self._phases(region, keeps_primal, forward, None, [])
+            return self._phases(region, keeps_primal, copied(region.graph), None, [])
         placeholders = region.graph.find_nodes(op="placeholder")
         held = {n for n, stays in zip(placeholders, keeps_primal, strict=False) if stays}
         halves, recomputed = self._cut(region.graph, len(region.forward), held, budget)

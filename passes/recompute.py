@@ -25,7 +25,7 @@ from torch.fx.node import Node
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.budgets import Budget
 from piper_dynamo.errors import PiperPlanError, join_faults
-from piper_dynamo.ir.alias import draws, is_random, operator_name
+from piper_dynamo.ir.alias import is_random, operator_name
 from piper_dynamo.ir.chunk import spec_of
 from piper_dynamo.ir.flops import flops_of
 from piper_dynamo.ir.graph import Dag, is_pick
@@ -52,12 +52,6 @@ def check_budgets(budgets: Sequence[Budget], dag: Dag) -> None:
         raise PiperPlanError(join_faults("regions have no budget to recompute by", faults))
 
 
-def number_draws(graph: fx.Graph) -> None:
-    """Number the draws of a region: each has a seed of its own, in whichever chunk it is made."""
-    for number, node in enumerate(n for n in graph.nodes if draws(n)):
-        node.meta["draw"] = number
-
-
 def is_checkpointed(graph: fx.Graph) -> bool:
     """Whether the model asks by itself, with torch.utils.checkpoint, to compute something again."""
     return any(node.meta.get("recompute") in _MADE_AGAIN for node in graph.nodes)
@@ -79,7 +73,6 @@ def policies(
     *,
     kept: AbstractSet[Node] | None = None,
     checkpoints: bool = True,
-    redraws: bool = True,
 ) -> dict[Node, Policy]:
     """What the partitioner is told of each operator; it decides of the others.
 
@@ -89,7 +82,6 @@ def policies(
         kept: Of the forward's values those that stay, and all others are made again; None: as the
             partitioner finds best.
         checkpoints: Whether the model's own checkpoints are followed, where `kept` is None.
-        redraws: Whether random numbers may be drawn again: chunks must seed each draw.
     """
     decisions = _decisions(graph)
     forward = set(forward_of(graph)) if kept is not None else set()
@@ -102,9 +94,9 @@ def policies(
         return Policy.MUST_SAVE if node in kept else Policy.MUST_RECOMPUTE
 
     def stays(node: Node) -> bool:
-        # Drawn again a mask would differ, unless the chunk gives the draw its seed.
+        # Left to itself the partitioner would draw again from a copy of the generator's state.
         masks = [n for n in (node, *node.all_input_nodes) if is_random(n)]
-        is_drawn_once = any(not redraws or asked(n) not in _MADE_AGAIN for n in masks)
+        is_drawn_once = any(asked(n) not in _MADE_AGAIN for n in masks)
         return is_drawn_once or node in decisions or (is_pick(node) and node.args[0] in decisions)
 
     for node in graph.nodes:

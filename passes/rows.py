@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo.ir.alias import is_random, operator_name
+from piper_dynamo.ir.alias import draws, operator_name
 from piper_dynamo.ir.spec import source_meta, user_line
 
 aten = ops.aten
@@ -78,7 +78,7 @@ def mixing(node: Node, is_rows: Callable[[Any], bool], dims: int) -> str:
         dims: How many dims its first rows operand has.
     """
     name = operator_name(node)
-    if is_random(node):
+    if draws(node):
         return f"{name} draws random numbers, which would differ from one process's"
     if name in _BY_EXPERT:
         return ""

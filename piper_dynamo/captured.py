@@ -14,7 +14,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.budgets import budgets_of
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.options import FUSED, Options
+from piper_dynamo.options import Options
 from piper_dynamo.passes.split import data_dims
 from piper_dynamo.pending import spec_of
 from piper_dynamo.planning import Plan, Template, make_plan, split_of, template_of
@@ -88,8 +88,6 @@ class CapturedStep:
             capacities=capacities_of(self.strategy),
             budgets=budgets_of(self.strategy),
             rules=rules_of(self.strategy),
-            # Inductor draws as many numbers at once as a chunk needs, from one seed.
-            redraws=call.compile_mode not in FUSED,
         )
 
     def planned(self, call: Call, world_size: int, *, sync: bool = True) -> Plan:

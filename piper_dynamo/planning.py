@@ -414,7 +414,6 @@ def template_of(  # noqa: PLR0913
     cuts: Cuts | None = None,
     capacities: tuple[Bound, ...] = (),
     budgets: tuple[Budget, ...] = (),
-    redraws: bool = True,
     rules: tuple[Rule, ...] = (),
 ) -> Template:
     """Capture, cut and partition, or reuse what was captured before.
@@ -432,7 +431,6 @@ def template_of(  # noqa: PLR0913
         cuts: What cuts regions into pieces.
         capacities: What bounds how many rows experts take.
         budgets: What bounds how much regions keep for their backward.
-        redraws: Whether chunks can draw random numbers again in the backward.
         rules: What is computed in another dtype than it is held in.
     """
     checks_values = verify_level() >= 3
@@ -447,7 +445,6 @@ def template_of(  # noqa: PLR0913
         cuts,
         capacities,
         budgets,
-        redraws,
         rules,
         checks_values,
     )
@@ -470,7 +467,7 @@ def template_of(  # noqa: PLR0913
         set_capacities(captured, regions, capacities)
         graphs = cut(captured, regions)
         kept = {captured.placeholders[a.position] for a in args}
-        partitioner = Partitioner(captured.mode, redraws=redraws)
+        partitioner = Partitioner(captured.mode)
         partitions = {}
         for region, graph in graphs.items():
             keeps = tuple(name in kept for name in graph.primals)

@@ -231,11 +231,11 @@ class Runtime:
         """An output over all microbatches."""
         return torch.stack(list(parts)) if dim is None else torch.cat(list(parts), dim)
 
-    def seed(self, microbatch: int, region: int, first_draw: int) -> None:
-        """Fix a chunk's random numbers by step, global microbatch, region and place in it."""
-        seed = mix_seed(self.step_seed, self.first_microbatch + microbatch, region)
+    def seed(self, microbatch: int, first_draw: int) -> None:
+        """Fix a chunk's random numbers by step, global microbatch and place in the model."""
+        seed = mix_seed(self.step_seed, self.first_microbatch + microbatch)
         for generator in self.generators:
-            # Not mixed: the next piece's first draw is the one after this piece's last.
+            # Not mixed: the next region's first draw is the one after this region's last.
             generator.manual_seed(seed + first_draw)
 
     def begin(self, seconds: float) -> None:

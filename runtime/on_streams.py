@@ -96,9 +96,9 @@ class StreamRuntime(Runtime):
         """See `Runtime`."""
         return self._device.bind(call_chunk(chunk), chunk.num_results + chunk.gives_bundle)
 
-    def seed(self, microbatch: int, region: int, first_draw: int) -> None:
+    def seed(self, microbatch: int, first_draw: int) -> None:
         """See `Runtime`."""
-        self._device.first(functools.partial(super().seed, microbatch, region, first_draw))
+        self._device.first(functools.partial(super().seed, microbatch, first_draw))
 
     def look(self, index: int, values: Sequence[Any]) -> None:
         """See `Runtime`."""

@@ -364,7 +364,7 @@ def test_whole_stages_without_a_gradient(names: tuple[int, ...], schedule: str) 
 
 
 def test_dropout_does_not_depend_on_schedule_or_placement() -> None:
-    """Masks come from the seed, the microbatch and the region."""
+    """Masks come from the seed, the microbatch and the draw's number in the model."""
     from tests.models import Dropped
 
     subject = Subject(build=Dropped, batch=rows(8), needs=TWO)

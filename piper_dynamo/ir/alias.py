@@ -49,7 +49,7 @@ def viewed(node: Node) -> Node | None:
 
 
 def is_random(node: Node) -> bool:
-    """Whether an operator draws random numbers."""
+    """Whether an operator can draw random numbers: torch's mark, whatever it is called with."""
     return _is_random(node.target)
 
 
@@ -116,5 +116,5 @@ def drop_aliases(graph: fx.Graph) -> None:
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Remove what nothing uses, random draws too: each chunk has a seed of its own."""
+    """Remove what nothing uses, random draws too: each has a seed of its own."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure(impure_random=False))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import Node, map_arg
 
-from piper_dynamo.ir.alias import is_random, operator_name, root
+from piper_dynamo.ir.alias import draws, operator_name, root
 from piper_dynamo.ir.spec import TensorSpec
 
 
@@ -66,7 +66,7 @@ def make_chunk(graph: fx.Graph, num_results: int) -> Chunk:
         outputs=tuple(spec_of(n) if isinstance(n, Node) else None for n in outputs),
         shares=_shares(nodes, outputs),
         num_results=num_results,
-        is_random=any(is_random(n) for n in calls),
+        is_random=any(map(draws, calls)),
         matmuls=sum(map(is_matmul, calls)),
     )
 

@@ -23,7 +23,7 @@ from piper_dynamo.ir.joint import Arg, ArgKind, Output
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, copy_groups
 from piper_dynamo.ir.spec import Source, TensorSpec
-from piper_dynamo.ir.task import Kind, RegionId, Task
+from piper_dynamo.ir.task import Kind, RegionId, Task, TaskName
 
 WEIGHT = "weight"  # name of the placeholder(s) that scale a microbatch's loss and tangent
 
@@ -118,7 +118,8 @@ class Dag:
         training: Whether there is a backward.
         layouts: How each replicated parameter is held, by position and device group.
         makers: The device groups that make parts of each gradient, by the argument's position.
-        draws: How many operators of a region draw random numbers.
+        draws: The number of each region's first operator that draws random numbers, of all of the
+            model's.
         computed: The dtype in which chunks take a parameter, by position, where it is not the one
             that it is held in.
     """
@@ -145,19 +146,12 @@ class Dag:
             if task is not None and task.kind is Kind.COMPUTE:
                 yield node
 
-    def seeds(self) -> dict[RegionId, tuple[int, int]]:
-        """What random numbers of a region depend on: the number of its tags, and its first draw's.
+    def seed(self, name: TaskName) -> tuple[int, int]:
+        """What a task's random numbers depend on: the microbatch, and which draws they are.
 
-        The pieces of a region count on, so that it draws the same however it is cut.
+        Draws are numbered over the whole model, so that they are the same however it is cut.
         """
-        numbers: dict[tuple[tuple[str, int], ...], int] = {}
-        drawn: dict[tuple[tuple[str, int], ...], int] = {}
-        found = {}
-        for region in self.regions:
-            first = drawn.get(region.tags, 0)
-            found[region] = (numbers.setdefault(region.tags, len(numbers)), first)
-            drawn[region.tags] = first + self.draws.get(region, 0)
-        return found
+        return name.mb or 0, self.draws.get(name.region, 0)
 
     def contributors(self, position: int, place: int) -> tuple[int, ...]:
         """The ranks whose parts a gradient is the sum of.

@@ -37,14 +37,14 @@ class TaskMeaning:
         num_primals: How many of them are primals.
         bundle: What an earlier phase left for it; None where it takes nothing.
         target: The chunk that it runs.
-        seed: Microbatch, region and first draw, where it draws random numbers.
+        seed: Microbatch and number of the first draw, where it draws random numbers.
     """
 
     inputs: tuple[Value, ...]
     num_primals: int
     bundle: Value | None
     target: str
-    seed: tuple[int, int, int] | None
+    seed: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,6 @@ class _Reader:
 
     def __init__(self, dag: Dag) -> None:
         self._dag = dag
-        self._seeds = dag.seeds()
         self._known: dict[Node, Value] = {}
 
     def value(self, node: Node) -> Value:
@@ -166,13 +165,12 @@ class _Reader:
                 continue
             values = [self._of(source) for source in node.args]
             bundle = values.pop(len(phase.primals)) if phase.takes_bundle else None
-            seed = (name.mb or 0, *self._seeds[name.region])
             found[str(name)] = TaskMeaning(
                 inputs=tuple(values),
                 num_primals=len(phase.primals),
                 bundle=bundle,
                 target=str(node.target),
-                seed=seed if phase.chunk.is_random else None,
+                seed=self._dag.seed(name) if phase.chunk.is_random else None,
             )
         return found
 

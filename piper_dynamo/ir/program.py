@@ -85,8 +85,8 @@ class Instr:
         bundle_in: RUN: register of the bundle it takes and empties.
         bundle_out: RUN: register of the bundle it leaves.
         num_primals: RUN: how many of the inputs come before the bundle.
-        seed: RUN of a chunk that draws random numbers: microbatch, and of the region with its
-            pieces the number, and that of the chunk's first draw.
+        seed: RUN of a chunk that draws random numbers: microbatch, and the number of its region's
+            first draw among the model's.
         peer: POST, SEND, DRAIN: the other rank.
         message: POST, WAIT, SEND, DRAIN: position in the channel.
         group: Collectives: the ranks, in order.
@@ -110,7 +110,7 @@ class Instr:
     bundle_in: str = ""
     bundle_out: str = ""
     num_primals: int = 0
-    seed: tuple[int, int, int] | None = None
+    seed: tuple[int, int] | None = None
     peer: int = -1
     message: int = -1
     group: tuple[int, ...] = ()
@@ -207,8 +207,8 @@ def _rich(key: str, value: Any) -> Any:
         return _ints([value])[0]
     if key in _LISTS:
         found = _ints(value)
-        if key == "seed" and len(found) != 3:
-            raise ValueError(f"{value!r} is no seed: a microbatch, a region and a draw")
+        if key == "seed" and len(found) != 2:
+            raise ValueError(f"{value!r} is no seed: a microbatch and a draw")
         return found
     if not isinstance(value, str):
         raise TypeError(f"{key} is a text, not {value!r}")
