@@ -67,7 +67,7 @@ def drawn_jobs(
         experts = draw(st.sampled_from(["", shared, shared]))
     has_norm = any(layer.kind == "norm" for layer in layers)  # its statistics need two rows
     style = draw(st.sampled_from(["args", "kwargs", "dict"]))
-    return Job(
+    job = Job(
         layers=layers,
         on=on,
         moved=moved,
@@ -92,6 +92,13 @@ def drawn_jobs(
         sync=draw(st.sampled_from([True, True, False])),
         style=style,
     )
+    return job if job.sync else reduced_as_they_are(job)
+
+
+def reduced_as_they_are(job: Job) -> Job:
+    """The job where reductions are put off: these are in the parameter's own dtype."""
+    kept = [(w, {n: d for n, d in dtypes.items() if n != "reduce"}) for w, dtypes in job.precision]
+    return replace(job, precision=tuple((w, d) for w, d in kept if d))
 
 
 @st.composite
@@ -104,12 +111,8 @@ def drawn_trainings(draw: st.DrawFn, inductor_every: int = 40, max_ranks: int = 
         kept = [replace(x, kind="linear") if x.kind in CHANGING else x for x in job.layers]
         job = replace(job, layers=tuple(kept))
     calls = draw(st.sampled_from([1, 1, 1, 2]))
-    if calls > 1:  # what is put off is reduced in the parameter's dtype
-        kept_dtypes = [
-            (which, {n: d for n, d in dtypes.items() if n != "reduce"})
-            for which, dtypes in job.precision
-        ]
-        job = replace(job, precision=tuple((w, d) for w, d in kept_dtypes if d))
+    if calls > 1:
+        job = reduced_as_they_are(job)
     checks = draw(
         st.sampled_from(
             [
