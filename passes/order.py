@@ -253,7 +253,9 @@ def _left_out(
     if not groups:
         return []
     homes = (task_of(node).devices for group in groups for node in group)
-    devices = next(filter(None, homes), ())  # a task without is misplaced, which is told by itself
+    devices = next(filter(None, homes), ())
+    if not devices:  # its tasks are misplaced, which is told by itself
+        return []
     named = {node for group in groups for node in group}
     started: set[tuple[Any, str]] = set()
     missing: list[tuple[TaskName, set[tuple[Any, str]]]] = []

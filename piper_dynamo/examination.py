@@ -411,8 +411,8 @@ def _about_random(lines: Sequence[str]) -> list[Finding]:
     if not lines:
         return []
     title = (
-        "random numbers: they follow from the step's seed, the microbatch and the stage, so they "
-        "are the same for every schedule, and others than eager's"
+        "random numbers: they follow from the step's seed, the microbatch and the draw's number "
+        "in the model, so they are the same under every strategy, and others than eager's"
     )
     where = tuple(dict.fromkeys(lines))
     return [Finding(severity=Severity.NOTE, title=title, where=where)]

@@ -409,5 +409,6 @@ def _stages_said(regions: Mapping[str, Mapping[str, int]], schedule: str, ranks:
     shape = SCHEDULES[schedule][1]
     if shape not in (Shape.LOOP, None):
         return None
-    count = len({tags.get("PP") for tags in regions.values() if isinstance(tags, Mapping)})
+    said = [tags for tags in regions.values() if isinstance(tags, Mapping) and "PP" in tags]
+    count = len({tags["PP"] for tags in said})
     return count if count > (2 * ranks if shape is Shape.LOOP else ranks) else None

@@ -235,7 +235,7 @@ class Runtime:
         """Fix a chunk's random numbers by step, global microbatch and place in the model."""
         seed = mix_seed(self.step_seed, self.first_microbatch + microbatch)
         for generator in self.generators:
-            # Not mixed: the next region's first draw is the one after this region's last.
+            # Not mixed: a draw adds its number in the region, which makes its number in the model.
             generator.manual_seed(seed + first_draw)
 
     def begin(self, seconds: float) -> None:

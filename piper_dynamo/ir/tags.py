@@ -122,7 +122,7 @@ def joined(reads: Mapping[int, Sequence[int]], groups: Mapping[int, T]) -> dict[
         consumers = [at[reader] for reader in readers[number] if reader in at]
         if number not in at and consumers:
             at[number] = min(consumers)
-    first = at[min(at)]
+    first = min(groups)
     for number in without:  # an output made of inputs alone
         at.setdefault(number, first)
     return {number: groups[source] for number, source in at.items()}

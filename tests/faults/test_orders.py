@@ -107,6 +107,14 @@ def test_faults_of_placements_and_orders_are_told_together() -> None:
     assert "B.PP1" not in text, text
 
 
+def test_tasks_that_are_nowhere_make_no_order_incomplete() -> None:
+    """R69, (e) alone: an order of some microbatches of a stage whose rank is not known."""
+    places = (*jobs.places(V2), piper.Place({"PP": 0}, [1]))
+    text = refused("F0.0 B0.0", "F1.0 F1.1 B1.0 B1.1", places=places)
+    jobs.mentions(text, "PP0 is placed twice")
+    assert "leaves out" not in text, text
+
+
 def test_a_cycle_is_told_with_other_faults() -> None:
     """R69, (f) with (a) and (e): orders that wait for one another, beside what else is wrong."""
     second = "F1.0 F2.1 F1.1 F2.0 B2.0 B1.0 B1.1"
