@@ -286,7 +286,11 @@ def test_models_that_are_trained_are_fine(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("Branching", "the host waits"), ("Conditional", "cond"), ("Flex", "FlexAttention")],
+    [
+        ("Branching", "the host waits"),
+        pytest.param("Conditional", "cond", marks=pytest.mark.slow),
+        ("Flex", "FlexAttention"),
+    ],
 )
 def test_models_that_are_refused_are_not(name: str, word: str) -> None:
     torch._dynamo.reset()  # they share a forward, of which it keeps what it traced for the last

@@ -127,7 +127,7 @@ def test_a_search_without_costs_says_what_it_counts_by() -> None:
     assert found.best == piper.search(model, inputs, devices, memory=2**20, costs=CPU).best
     assert nominal(["cpu", "meta"]) is CPU
     assert nominal(["cpu", "cuda:0"]) is GPU
-    gpu = piper.search(model, inputs, devices, costs=GPU)
+    gpu = piper.search(model, inputs, devices, costs=GPU, microbatches=(1,))
     assert gpu.best[0].seconds < found.best[0].seconds
     assert looked(top=1, pp=(4,), microbatches=(1,)).costs == "as given"
 

@@ -378,7 +378,7 @@ COUNTED: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 KINDS = (ResNet, UNet, Translator, Checkpointed, zoo_models.Nested)
 SLOW = {one.__name__: subject(one) for one in KINDS}
-THREE = ("tied head", "lent", "masked", "LSTM")  # those of three modules or more
+THREE = ("tied head", "lent", "masked")  # those of three modules or more
 
 
 @pytest.mark.parametrize(
