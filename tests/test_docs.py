@@ -103,8 +103,10 @@ def make_targets() -> set[str]:
 LONG_BLOCKS = {
     f"docs/{n}.md"
     for n in (
+        "cuda",
         "debugging",
         "experts",
+        "initial-values",
         "launch",
         "loss",
         "memory",

@@ -70,7 +70,7 @@ def half_of(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor
     ("case", "zero"),
     [
         pytest.param("tied", 0, marks=pytest.mark.slow),
-        ("uneven", 1),
+        pytest.param("uneven", 1, marks=pytest.mark.slow),
         ("tied", 3),
     ],
 )

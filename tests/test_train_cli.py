@@ -374,7 +374,7 @@ MIXES = [
     )
     for schedule in ("one_f_one_b", "zb_h1", "zbv", "dualpipev", "dualpipe")
 ]
-QUICK = {("one_f_one_b", 3), ("zbv", 2)}  # ranks of other tests are of one process
+QUICK = {("one_f_one_b", 3)}  # ranks of other tests are of one process
 
 
 RATE = 0.05  # so large that biases decide
