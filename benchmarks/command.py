@@ -52,7 +52,7 @@ def pairs() -> Callable[[Any], Any]:
         "--pairs",
         type=click.IntRange(min=1),
         show_default=f"{PAIRS}; fewer where each is a job of its own",
-        help="Paired measurements per comparison; fewer than the default decide nothing.",
+        help="Paired measurements per comparison; a row of fewer than it takes decides nothing.",
     )
 
 
@@ -93,7 +93,7 @@ def of_sections(sections: Mapping[str, Section]) -> click.Command:
 
     def main(only: list[str], path: str | None, pairs: int | None = None) -> None:
         """Measure, and print one table with verdicts; every row also when it is there."""
-        measure({name: _bound(sections[name], pairs) for name in only}, pairs, path)
+        measure({name: _bound(sections[name], pairs) for name in only}, path)
 
     asked = [only(list(sections)), json_path()]
     if any(isinstance(section, Fewer) for section in sections.values()):
@@ -107,9 +107,7 @@ def _bound(section: Section, asked: int | None) -> Callable[[], Iterator[Row]]:
     return partial(section, pairs_of(section, asked)) if isinstance(section, Fewer) else section
 
 
-def measure(
-    sections: Mapping[str, Callable[[], Iterator[Row]]], asked: int | None, path: str | None
-) -> None:
+def measure(sections: Mapping[str, Callable[[], Iterator[Row]]], path: str | None) -> None:
     """Run the sections, and print one table with verdicts; every row also when it is there."""
     on = begin()
     rows: list[Row] = []
@@ -118,7 +116,7 @@ def measure(
             rows.append(row)
             if path is not None:
                 write(path, rows, on)
-    end(rows, asked, on)
+    end(rows, on)
 
 
 def begin() -> str:
@@ -137,9 +135,7 @@ def shown(name: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield row
 
 
-def end(rows: Sequence[Row], asked: int | None, on: str) -> None:
-    """All rows as one table; `asked` is the option --pairs."""
+def end(rows: Sequence[Row], on: str) -> None:
+    """All rows as one table, and what was measured on."""
     click.echo("\n" + table(rows))
-    if asked is not None and asked < PAIRS:
-        click.echo(f"only {asked} pairs: the verdicts on times decide nothing")
     click.echo(on)

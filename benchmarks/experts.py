@@ -25,7 +25,7 @@ import piper_dynamo as piper
 from benchmarks import command
 from benchmarks.experts_sides import EXPERT_RANKS, Job, Mixture, PiperMixture, TorchMixture
 from benchmarks.links import Links
-from benchmarks.paired import PAIRS, Comparison, compare, seconds
+from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row, gain_row
 from piper_dynamo.pictures import plot_timeline
 from piper_dynamo.timeline import Timeline
@@ -205,11 +205,16 @@ def _over(sets: Sequence[str], rows: Callable[[str], Iterator[Row]]) -> Iterator
         yield from rows(name)
 
 
-SECTIONS = ("exposed", "time", "memory", "overhead")
+SECTIONS: dict[str, command.Section] = {
+    "exposed": lambda pairs, sets, pictures: _over(sets, lambda s: exposed(s, pairs, pictures)),
+    "time": lambda pairs, sets, pictures: _over(sets, lambda s: times(s, pairs)),
+    "memory": lambda pairs, sets, pictures: memory(),
+    "overhead": lambda pairs, sets, pictures: overhead(pairs),
+}
 
 
 @click.command()
-@command.only(SECTIONS)
+@command.only(list(SECTIONS))
 @click.option(
     "--sets", default=",".join(SETS), callback=command.names_of(list(SETS)), help="By comma."
 )
@@ -220,14 +225,13 @@ def main(
     only: list[str], sets: list[str], pictures: str, pairs: int | None, path: str | None
 ) -> None:
     """Measure, and print one table with verdicts; every row also when it is there."""
-    many = PAIRS if pairs is None else pairs
-    sections = {
-        "exposed": lambda: _over(sets, lambda name: exposed(name, many, pictures)),
-        "time": lambda: _over(sets, lambda name: times(name, many)),
-        "memory": memory,
-        "overhead": lambda: overhead(many),
+    chosen = {
+        name: functools.partial(
+            SECTIONS[name], command.pairs_of(SECTIONS[name], pairs), sets, pictures
+        )
+        for name in only
     }
-    command.measure({name: sections[name] for name in only}, pairs, path)
+    command.measure(chosen, path)
 
 
 if __name__ == "__main__":

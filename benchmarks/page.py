@@ -20,11 +20,11 @@ measured in turn, A B B A A B B A, {pairs} pairs unless its row says otherwise; 
 ratio, ours over theirs, whose median is shown with its bootstrap 95 % interval. Below 1 is faster,
 or smaller. The bar of a row in pairs counts as held when the interval's far end is within 3 % of
 it; with fewer pairs than that row takes, nothing is decided. Fewer pairs have rows of which every
-measurement is a job of its own processes, such as peaks of memory: the interval of three pairs is
-their range, so that each of them has to hold the bar, and `--pairs` asks for more. Other rows say
-how often and how they were measured, and are held to their bar itself. *Emulated* devices wait for
-modelled times and compute nothing; what they send is sent. *Predicted* is what the simulator says,
-and nothing ran.
+measurement is a job of its own processes, or as long as one, such as peaks of memory: the interval
+of three pairs is their range, so that each of them has to hold the bar, and `--pairs` asks for
+more. Other rows say how often and how they were measured, and are held to their bar itself.
+*Emulated* devices wait for modelled times and compute nothing; what they send is sent. *Predicted*
+is what the simulator says, and nothing ran.
 
 Sections can be measured one by one: each suite's list says when, at which commit and on what each
 of its sections was. What was tried so far, and what it changed, is in `benchmarks/notes.md`. The

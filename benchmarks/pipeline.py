@@ -49,7 +49,7 @@ def main(only: list[str], schedules: list[str], pairs: int | None, path: str | N
         name: functools.partial(SECTIONS[name], command.pairs_of(SECTIONS[name], pairs), schedules)
         for name in only
     }
-    command.measure(chosen, pairs, path)
+    command.measure(chosen, path)
 
 
 if __name__ == "__main__":

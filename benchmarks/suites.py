@@ -312,7 +312,7 @@ def main(
             draw(results, path.with_suffix(".png"))
             all_rows += rows
             failed += [f"{name} {section}: {row.figures}" for row in rows if row.what == FAILED]
-        command.end(all_rows, pairs, on)
+        command.end(all_rows, on)
         click.echo(f"{path}, {path.with_suffix('.png')}")
     for told in failed:
         click.echo(f"failed: {told}")

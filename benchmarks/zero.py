@@ -46,7 +46,7 @@ def main(only: list[str], levels: list[str], pairs: int | None, path: str | None
         name: functools.partial(SECTIONS[name], command.pairs_of(SECTIONS[name], pairs), zeros)
         for name in only
     }
-    command.measure(chosen, pairs, path)
+    command.measure(chosen, path)
 
 
 if __name__ == "__main__":

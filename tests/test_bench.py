@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from benchmarks.predicted import stages_by_work
 from benchmarks.report import Row, ratio_row
 from benchmarks.suites import Suite
 from piper_dynamo.cli import main
-from piper_dynamo.errors import format_error
+from piper_dynamo.errors import PiperRuntimeError, format_error
 from piper_dynamo.look import bench
 from tests.source_tree import ROOT
 
@@ -204,8 +204,8 @@ def test_the_page_is_that_of_the_results() -> None:
 def test_compiled_schedules_have_a_row_each_and_a_reason_where_torch_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    why = {"zbv": "RuntimeError: no"}
-    monkeypatch.setattr(real, "refusal", lambda job: why.get(job[1]))
+    why = {"looped_bfs": None, "zbv": "RuntimeError: no"}  # 1F1B is not asked
+    monkeypatch.setattr(real, "refusal", lambda job: why[job[1]])
     monkeypatch.setattr(real, "run", lambda ours, theirs, pairs: FASTER)
     monkeypatch.setattr(piper, "launch", lambda call, ranks: [[0.5, 0.1, 0.2], [9.0]])
     schedules = ["looped_bfs", "one_f_one_b", "zbv"]
@@ -215,6 +215,20 @@ def test_compiled_schedules_have_a_row_each_and_a_reason_where_torch_has_none(
     assert [bool(row.bar) for row in found] == [False, True, True, False]
     assert found[-1].figures.split(";")[1] == " torch cannot compile these stages: RuntimeError: no"
     assert found[-1].data["ours"] == 0.2
+
+
+def test_torch_is_excused_by_the_known_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(text: str) -> Callable[..., Any]:
+        def launch(call: Any, ranks: int) -> Any:
+            raise PiperRuntimeError(format_error("rank 0 failed", {"error": text}))
+
+        return launch
+
+    monkeypatch.setattr(piper, "launch", failing(f"RuntimeError: {real.SPLIT} which requires ..."))
+    assert real.refusal((JOB, "zbv")) == f"RuntimeError: {real.SPLIT} which requires ..."
+    monkeypatch.setattr(piper, "launch", failing("RuntimeError: out of memory"))
+    with pytest.raises(PiperRuntimeError, match="out of memory"):
+        real.refusal((JOB, "zbv"))
 
 
 def test_the_reason_is_the_first_error() -> None:

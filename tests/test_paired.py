@@ -101,13 +101,22 @@ def test_few_pairs_are_as_many_as_are_asked_for():
     assert [pairs_of(paired, asked) for asked in (None, 1, 20)] == [PAIRS, 1, 20]
 
 
-@pytest.mark.parametrize(("asked", "pairs"), [((), 3), (("--pairs", "15"), 15)])
+@pytest.mark.parametrize(
+    ("asked", "pairs"), [((), 3), (("--pairs", "3"), 3), (("--pairs", "15"), 15)]
+)
 def test_a_benchmark_takes_the_number(asked: tuple[str, ...], pairs: int):
     main = of_sections({"few": Fewer(3, paired), "alone": alone})
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 0, done.output
     assert f"{pairs} pairs" in done.output
     assert "held" in done.output
+    assert "nothing" not in done.output  # it decides, with as many as it needs
+
+
+def test_the_table_says_which_rows_decide_nothing():
+    done = CliRunner().invoke(of_sections({"few": Fewer(3, paired)}), ["--pairs", "2"])
+    assert done.exit_code == 0, done.output
+    assert "(2 pairs: decides nothing)" in done.output.splitlines()[-2]
 
 
 def test_where_no_section_has_pairs_their_number_is_no_option():
