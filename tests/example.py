@@ -37,9 +37,6 @@ def libraries(name: str) -> tuple[str, ...]:
     return tuple(sorted(found - sys.stdlib_module_names - {"torch", "piper_dynamo"}))
 
 
-ALONE = tuple(name for name in NAMES if not libraries(name))  # with torch and Piper
-
-
 def param(name: str, *marks: Any) -> Any:
     """An example as a parameter of a test, which is skipped where a library is missing."""
     missing = [one for one in libraries(name) if importlib.util.find_spec(one) is None]

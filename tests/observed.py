@@ -1,7 +1,7 @@
 """What calls do, observed: of eager, of `aot_eager` and of piper without a strategy.
 
 Seen are outputs with their strides, types and memory, inputs, parameters and buffers after each
-call, gradients, errors. A *place* is one thing that was seen in one call.
+call, gradients, errors. A *place* is one thing that was seen of one tensor in one call.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -91,9 +91,18 @@ def differences(got: list[Any], want: list[Any], tolerance: float = TOLERANCE) -
                 found[k, "raised"] = f"call {k}: {one}, want {other}"
             continue
         for key in other:
-            if not _same(one[key], other[key], tolerance):
-                found[k, key] = f"call {k}: {key} {one[key]}, want {other[key]}"
+            for place, mine, wanted in _entries(key, one[key], other[key]):
+                if not _same(mine, wanted, tolerance):
+                    found[k, place] = f"call {k}: {place} {mine}, want {wanted}"
     return found
+
+
+def _entries(key: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What was seen under a key, one tensor at a time; at once where there are more or fewer."""
+    if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
+        yield from ((f"{key}[{k}]", *both) for k, both in enumerate(zip(got, want, strict=True)))
+    else:
+        yield key, got, want
 
 
 def _same(one: Any, other: Any, tolerance: float) -> bool:

@@ -53,5 +53,21 @@ def test_a_difference_where_aot_eager_is_right_is_no_excuse(
     monkeypatch.setattr("tests.observed.observe", wrong)
     with pytest.raises(AssertionError, match="aot_eager is right") as found:
         check(lambda: on(torch.sin, x()))
-    assert "after" in str(found.value)
+    assert "after[0]" in str(found.value)
     assert "numbers" not in str(found.value)
+
+
+def test_nor_is_one_in_another_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are wrong in what a call leaves of its first input, and piper alone of its second."""
+
+    def wrong(make, backend, **options):
+        seen = observe(make, backend, **options)
+        for at in {None: (), "aot_eager": (0,), "piper": (0, 1)}[backend]:
+            seen[0]["after"][at] += 1
+        return seen
+
+    monkeypatch.setattr("tests.observed.observe", wrong)
+    with pytest.raises(AssertionError, match="aot_eager is right") as found:
+        check(lambda: on(torch.add, (x(), x(key=1))))
+    assert "after[1]" in str(found.value)
+    assert "after[0]" not in str(found.value)
