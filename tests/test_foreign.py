@@ -295,6 +295,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
             "stage3_max_reuse_distance",
             "stage3_prefetch_bucket_size",
             "stage3_param_persistence_threshold",
+            "stage3_model_persistence_threshold",
         )
     ),
     (
