@@ -237,6 +237,13 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
         "eval mode",
     ),
 }
+# What the model of a pair has to keep to, for the page.
+NOTES: dict[tuple[str, str], str] = {
+    ("buffers", "checkpoint"): (
+        "a buffer that a checkpointed function changes is changed in place (`add_`; Dynamo refuses "
+        "`+=` there), and once per microbatch, as eager does without the checkpoint"
+    ),
+}
 # What is not built, and the page that says so: with everything, it is refused by its name.
 NOT_BUILT = {"tensor parallelism": "migration.md"}
 
@@ -251,27 +258,36 @@ def setup_of(first: str, second: str) -> Setup:
     return setup
 
 
+# What only the training loop does: a plan knows nothing of it.
+OF_THE_LOOP = {name for name in FEATURES if setup_of(name, name).how}
+
 _captured: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 _plans: dict[tuple[Any, ...], piper.Plan] = {}
 
 
 def plan(setup: Setup) -> piper.Plan:
-    """The plan of a setup, proved; a model is captured once for all strategies.
+    """The plan of a setup, proved; a model without options is captured once for all strategies.
 
     Raises:
         PiperError: It is refused.
+        ValueError: The setup has what is only of the loop.
     """
+    if setup.how:
+        raise ValueError(f"no plan has {sorted(setup.how)}: the training loop does")
     stages, wanted = len(setup.placement), setup.strategy()
+    example = tuple(v[: ROWS // setup.replicas] for v in batch(0))
+    world = jobs.world(setup.placement)
+    if setup.options:
+        return piper.plan(Model(setup.parts, stages), wanted, example, world, **setup.options)
     of_model = (setup.parts, stages, setup.replicas)
     if of_model not in _captured:
         split = piper.Strategy(piper.Split({}, num_microbatches=setup.microbatches))
-        example = tuple(v[: ROWS // setup.replicas] for v in batch(0))
         now = look(Model(setup.parts, stages), split, example, 1, capture=True)
         _captured[of_model] = now.steps[-1], now.calls[-1]
     step, call = _captured[of_model]
     key = (*of_model, repr(wanted))
     if key not in _plans:
-        _plans[key] = step.under(wanted).planned(call, jobs.world(setup.placement))
+        _plans[key] = step.under(wanted).planned(call, world)
     return _plans[key]
 
 
@@ -478,5 +494,6 @@ def text() -> str:
     lines.append("")
     for (a, b), (why, *_) in REFUSED.items():
         lines.append(f"- *{a}* with *{b}* is refused: {why}.")
+    lines += [f"- *{a}* with *{b}*: {note}." for (a, b), note in NOTES.items()]
     lines += [f"- *{name}* is not built: it is refused by name." for name in NOT_BUILT]
     return "\n".join(lines) + "\n"

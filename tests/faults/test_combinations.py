@@ -8,7 +8,15 @@ import piper_dynamo as piper
 from docs import tables
 from tests import jobs
 from tests.faults import combinations
-from tests.faults.combinations import FEATURES, PAIRS, REFUSED, Trained, setup_of
+from tests.faults.combinations import (
+    FEATURES,
+    OF_THE_LOOP,
+    PAIRS,
+    REFUSED,
+    Setup,
+    Trained,
+    setup_of,
+)
 from tests.source_tree import ROOT
 
 QUICK = {
@@ -40,12 +48,17 @@ def test_a_pair_trains_as_one_process_or_is_refused(
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(f, marks=[pytest.mark.slow] * (f not in PLANNED)) for f in FEATURES]
+    "first",
+    [
+        pytest.param(f, marks=[pytest.mark.slow] * (f not in PLANNED))
+        for f in FEATURES
+        if f not in OF_THE_LOOP
+    ],
 )
 def test_pairs_are_planned_or_refused(first: str) -> None:
-    """With each other feature: a plan that is proved, or the words of the table."""
+    """With each other feature but the loop's: a plan that is proved, or the words of the table."""
     wrong = []
-    for pair in (pair for pair in PAIRS if first in pair):
+    for pair in (p for p in PAIRS if first in p and OF_THE_LOOP.isdisjoint(p)):
         want = REFUSED.get(pair, ())
         try:
             combinations.plan(setup_of(*pair))
@@ -56,6 +69,15 @@ def test_pairs_are_planned_or_refused(first: str) -> None:
         else:
             wrong += [f"{pair}: planned"] if want else []
     assert not wrong, "\n".join(wrong)
+
+
+def test_control_plans_have_the_options_and_nothing_of_the_loop() -> None:
+    assert {"no_sync", "evaluation", "deferred init", "resume"} == OF_THE_LOOP
+    wrong = Setup(options={"loss_scale": -1.0})
+    text = jobs.refusal(lambda: combinations.plan(wrong), piper.PiperError)
+    jobs.mentions(text, "'loss_scale'", "-1.0")
+    with pytest.raises(ValueError, match="no plan has"):
+        combinations.plan(setup_of("1F1B", "resume"))
 
 
 def test_control_a_wrong_state_is_noticed(tmp_path: Path) -> None:
@@ -88,3 +110,4 @@ def test_every_feature_is_documented_and_tried() -> None:
     assert all((ROOT / "docs" / page).exists() for page in combinations.NOT_BUILT.values())
     assert set(PAIRS) >= QUICK
     assert set(PAIRS) >= set(REFUSED)
+    assert set(PAIRS) >= set(combinations.NOTES)
