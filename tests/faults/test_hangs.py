@@ -225,6 +225,7 @@ def made_again() -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.dist(4)
 def test_groups_are_made_twenty_times() -> None:
     """R12, on four processes, twenty times over."""
