@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from piper_dynamo.errors import PiperCaptureError, PiperRuntimeError, format_error
-from piper_dynamo.ir.graph import producer
+from piper_dynamo.ir.graph import producer, task_of
 from piper_dynamo.ir.program import Instr, Op, RankProgram
 from piper_dynamo.ir.task import Kind, TaskName
 from piper_dynamo.planning import Plan
@@ -108,7 +109,7 @@ def check_step(
         PiperRuntimeError: They are not finite, and the action is "raise": on all ranks, naming the
             first task and the first parameter.
     """
-    mine = list(_findings(executor, weights, grads))
+    mine = list(_findings(plan, executor, weights, grads))
     told = torch.zeros(comm.world_size, 4, dtype=torch.float64)
     of_gradients = (f for f in mine if _parameter(plan, f) is not None)
     for column, found in enumerate((next(iter(mine), None), next(of_gradients, None))):
@@ -126,11 +127,11 @@ def check_step(
 
 
 def _findings(
-    executor: Executor, weights: Sequence[Tensor], grads: Sequence[Tensor]
+    plan: Plan, executor: Executor, weights: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Iterator[_Finding]:
     """Of this rank, in the order of its program."""
     program = executor.program
-    idle = _idle(program, weights)
+    idle = _idle(plan, program, weights)
     last = {reg: i for i, instr in enumerate(program.instrs) for reg in _made(instr)}
     looks = [
         (at, slot, look)
@@ -149,12 +150,29 @@ def _findings(
         yield _Finding(rank=program.rank, index=at, slot=slot)
 
 
-def _idle(program: RankProgram, weights: Sequence[Tensor]) -> frozenset[str]:
-    """The losses that count nothing, by register."""
+def _idle(plan: Plan, program: RankProgram, weights: Sequence[Tensor]) -> frozenset[str]:
+    """The losses that count nothing, by the registers of the tasks that make them.
+
+    The ranks that make them need not be those that sum them, to which they are sent then; they have
+    the weights for the backward.
+    """
     nothing = {reg for reg, one in zip(program.weights, weights, strict=True) if one.item() == 0}
-    inputs = [instr.inputs for instr in program.instrs if instr.op is Op.LOSS]
-    pairs = (pair for regs in inputs for pair in zip(regs[::2], regs[1::2], strict=True))
-    return frozenset(loss for loss, weight in pairs if weight in nothing)
+    if not nothing:
+        return frozenset()
+    found: set[str] = set()
+    for node in plan.dag.graph.nodes:
+        task = node.meta.get("task")
+        if task is not None and task.kind is Kind.LOSS:
+            pairs = zip(*node.args, strict=True)
+            found.update(_sent(loss).name for loss, weight in pairs if weight.name in nothing)
+    return frozenset(found)
+
+
+def _sent(value: Node) -> Node:
+    """What a value was where it was made."""
+    while value.meta.get("task") is not None and task_of(value).kind in (Kind.SEND, Kind.RECV):
+        (value,) = value.all_input_nodes
+    return value
 
 
 def _made(instr: Instr) -> tuple[str, ...]:

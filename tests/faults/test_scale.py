@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper_dynamo as piper
+from piper_dynamo.ir.program import Op
 from piper_dynamo.runtime.executor import Runtime
 from tests import jobs, replicas
 from tests.faults import fixtures as fx
@@ -110,6 +111,22 @@ def test_a_microbatch_without_any_token_counts_nothing(
     wanted = weighted(2, replicated, by_tokens)
     for found in fx.run(model, wanted, batch, nan_check="raise"):
         assert found.loss == about(F2.TWO_ROWS_IGNORED)
+        for name, grad in found.grads.items():
+            jobs.close(grad, eager.get_parameter(name).grad, name)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_microbatch_without_any_token_is_none_where_its_loss_is_sent(at: int) -> None:
+    """R03, two-way: each rank makes the losses of half of the microbatches, one sums them all."""
+    ids, labels = (torch.cat([value] * 2) for value in TiedLM.batch())
+    labels = labels.clone()
+    labels[2 * at : 2 * at + 2] = -100
+    eager = TiedLM()
+    eager(ids, labels).backward()
+    wanted = jobs.strategy(LINE2, 4, "dualpipe", reduction=by_tokens)
+    plan = piper.plan(TiedLM(), wanted, (ids, labels))
+    assert sum(instr.op is Op.LOSS for p in plan.programs for instr in p.instrs) == 1
+    for found in fx.run(TiedLM, wanted, (ids, labels), nan_check="raise"):
         for name, grad in found.grads.items():
             jobs.close(grad, eager.get_parameter(name).grad, name)
 
