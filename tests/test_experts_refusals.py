@@ -47,6 +47,18 @@ def test_rows_without_counts_are_refused(two_ranks: piper.Plan) -> None:
         verify(wrong)
 
 
+def test_counts_without_their_splits_are_refused(two_ranks: piper.Plan) -> None:
+    program = two_ranks.programs[0]
+    started = {i.outputs[0] for i in program.instrs if i.op is Op.EXCHANGE_COUNTS}
+    instrs = [
+        replace(i, outputs=i.outputs[:1]) if i.op is Op.WAIT and i.inputs[0] in started else i
+        for i in program.instrs
+    ]
+    wrong = [replace(program, instrs=tuple(instrs)), *two_ranks.programs[1:]]
+    with pytest.raises(piper.PiperPlanError, match="counts and splits are 2 results, not 1"):
+        verify(wrong)
+
+
 def test_rows_on_another_communicator_are_refused(two_ranks: piper.Plan) -> None:
     with pytest.raises(piper.PiperPlanError, match="but their counts were over"):
         verify(changed(two_ranks, Op.EXCHANGE, stream="other"))

@@ -37,7 +37,13 @@ def _check_rank(program: RankProgram) -> list[str]:
         if instr.op is Op.EXCHANGE_COUNTS:
             asked[instr.outputs[0]] = instr
         elif instr.op is Op.WAIT and instr.inputs[0] in asked:
-            splits[instr.outputs[1]] = asked[instr.inputs[0]]
+            if len(instr.outputs) == 2:
+                splits[instr.outputs[1]] = asked[instr.inputs[0]]
+            else:
+                faults.append(
+                    f"{where(program, index)}: counts and splits are 2 results, "
+                    f"not {len(instr.outputs)}"
+                )
         elif _is_even(instr):
             rows, size = instr.specs[0].shape[0], len(instr.group)
             if rows % size:
