@@ -328,6 +328,33 @@ def test_a_checkpoint_that_does_not_fit_gives_nothing(tmp_path: Path) -> None:
         jobs.mentions(refused, "nothing gave it values", "e.weight")
 
 
+def test_a_damaged_checkpoint_makes_no_values(tmp_path: Path) -> None:
+    """What no program uses still says that it has none, and is read from a sound one."""
+    saved(tmp_path, LINE2, jobs.strategy(LINE2, 2))
+    sound = {path: path.read_bytes() for path in tmp_path.glob("*.distcp")}
+
+    def damage() -> None:
+        for path, data in sound.items():
+            path.write_bytes(bytes(len(data)))
+
+    def job() -> tuple[str, str, bool]:
+        step = replicas.compiled(stored(bare_stored), LINE2, jobs.strategy(LINE2, 2))
+        weight = step._orig_mod.unused.weight
+        told = jobs.refusal(lambda: piper.load_checkpoint(tmp_path, step))
+        touched = jobs.touched({"print": lambda m: str(weight)}, step._orig_mod)
+        for path, data in sound.items():
+            path.write_bytes(data)
+        piper.load_checkpoint(tmp_path, step)
+        return told, touched["print"], bool(weight.isfinite().all())
+
+    damage()
+    for rank, (told, touched, is_read) in enumerate(jobs.run_ranks(job, 2)):
+        jobs.mentions(told, "damaged")
+        assert is_read
+        if rank:  # rank 0's is made for its optimizer
+            jobs.mentions(touched, "unused.weight", "has no values yet")
+
+
 def nothing(name: str, tensor: Tensor) -> None:
     pass
 

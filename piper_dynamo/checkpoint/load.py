@@ -89,14 +89,14 @@ class _Loading:
     Attributes:
         job: What it is loaded into.
         checkpoint: Where from.
-        targets: By key, what is read into; those of the optimizer's state are new.
+        targets: By key, what is read into; those of the optimizer's state are new. What of the
+            model is still to be made is blank here.
         state: The optimizer's new state, by parameter name.
         settings: The saved settings, by parameter name.
         scheduler: The saved schedule.
         extra: What the user saved.
         random: Torch's random state.
         scale: Of a dynamic loss scale its factor and good steps; zeros where none was saved.
-        planner: Of the read.
     """
 
     job: Job
@@ -108,7 +108,6 @@ class _Loading:
     extra: Any
     random: Tensor
     scale: Tensor
-    planner: DefaultLoadPlanner
 
     @classmethod
     def of(cls, job: Job, checkpoint: Checkpoint) -> "_Loading":
@@ -138,15 +137,13 @@ class _Loading:
         schedule = checkpoint.object(SCHEDULER) if job.scheduler is not None else None
         if job.scheduler is not None and schedule is None:
             raise PiperError(f"{checkpoint.folder} was saved without scheduler=")
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         random = torch.empty_like(torch.get_rng_state())
         targets[RANDOM] = random
         scale = torch.zeros(2, dtype=torch.float64)
         is_saved = SCALE in checkpoint.metadata.state_dict_metadata
         if job.state.scaler.rule is not None and is_saved:
             targets[SCALE] = scale
-        planner.set_up_planner(targets, checkpoint.metadata, False)
-        items = planner.create_local_plan().items
+        items = _planner(targets, checkpoint).create_local_plan().items
         checkpoint.refuse_objects(items)
         checkpoint.verify(item.storage_index for item in items)
         return cls(
@@ -159,15 +156,16 @@ class _Loading:
             extra=checkpoint.object(EXTRA)["value"],
             random=random,
             scale=scale,
-            planner=planner,
         )
 
     def take(self) -> None:
         """Load."""
         job = self.job
-        plan = self.planner.finish_plan(self.planner.create_local_plan())
+        _fill_pending(job)
+        planner = _planner(self.targets | model_targets(job), self.checkpoint)
+        plan = planner.finish_plan(planner.create_local_plan())
         with torch.no_grad():
-            self.checkpoint.read_data(plan, self.planner).wait()
+            self.checkpoint.read_data(plan, planner).wait()
         # Read into memory that autograd's counters of changes do not see.
         ties, state = job.ties(), job.state
         state.empty = [
@@ -192,6 +190,13 @@ class _Loading:
             job.state.scaler.factor, job.state.scaler.good = factor, int(good)
 
 
+def _planner(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> DefaultLoadPlanner:
+    """Of the read of these."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), checkpoint.metadata, False)
+    return planner
+
+
 def _check_model(job: Job, checkpoint: Checkpoint) -> None:
     """Names and shapes are the model's own.
 
@@ -206,17 +211,33 @@ def _check_model(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def model_targets(job: Job) -> dict[str, Tensor]:
-    """What this rank holds of the model, by key; values that are still to come are made."""
+    """What this rank holds of the model, by key; blank where values are still to come."""
     found = {model_key(name): param.detach() for name, (param, _) in job.params.items()}
-    ties = job.ties()
-    for name, value in job.tensors().items():
-        # What no program uses yet is whole on every rank.
-        is_whole = not isinstance(value, nn.Parameter) or record_of(value) is None
-        if is_whole and name not in ties:
-            if source_of(value) is not None and not fill(value, job.state.init):
-                job.state.lacks(name, value)
+    for name, value in _whole(job).items():
+        source = source_of(value)
+        if source is None:
             found.setdefault(model_key(name), value.detach())
+        else:  # one element in place of all: nothing is read into it
+            blank = torch.empty((), dtype=source.spec.dtype).expand(source.spec.shape)
+            found.setdefault(model_key(name), blank)
     return found
+
+
+def _fill_pending(job: Job) -> None:
+    """Make the tensors whose values are still to come, to be read into."""
+    for name, value in _whole(job).items():
+        if source_of(value) is not None and not fill(value, job.state.init):
+            job.state.lacks(name, value)
+
+
+def _whole(job: Job) -> dict[str, Tensor]:
+    """By name, once each: buffers, and what no program uses yet, which is whole on every rank."""
+    ties = job.ties()
+    return {
+        name: value
+        for name, value in job.tensors().items()
+        if name not in ties and (not isinstance(value, nn.Parameter) or record_of(value) is None)
+    }
 
 
 def _state_targets(
