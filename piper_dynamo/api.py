@@ -95,7 +95,9 @@ def plan(
     """The plan of a step, without devices, weights or processes; meta models are welcome.
 
     A model that is planned again, under this or another strategy, is not captured again, unless it
-    or what forward reads has changed.
+    or what forward reads has changed. Classes whose functions were replaced are seen to have, where
+    they are those of modules or of objects that a module holds, also in lists, tuples and dicts,
+    but not of what such objects hold: after changing these, call `torch._dynamo.reset()`.
 
     Args:
         model: The single-device model.

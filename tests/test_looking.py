@@ -233,6 +233,20 @@ def scaled(value: Tensor) -> Tensor:
     return value * 2.0
 
 
+class Factor:
+    """A plain object that a module holds."""
+
+    def by(self, value: Tensor) -> Tensor:
+        return value * 2.0
+
+
+class Summand:
+    """One that is held in a list in a dict."""
+
+    def to(self, value: Tensor, *, is_more: bool = True) -> Tensor:
+        return value + 1.0 if is_more else value - 2.0
+
+
 class Net(nn.Module):
     """Something of each kind that a call of a model depends on."""
 
@@ -242,18 +256,19 @@ class Net(nn.Module):
         self.act, self.drop = nn.Tanh(), nn.Dropout(0.5)
         self.register_buffer("shift", torch.zeros(4))
         self.kind, self.parts = "mean", [1, 2]
+        self.factor, self.held = Factor(), {"all": [Summand()]}
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
             h = self.drop(self.act(self.a(x))) + self.shift
-            h = h + scaled(torch.ones(4))
+            h = self.held["all"][0].to(self.factor.by(h + scaled(torch.ones(4))))
         with piper.annotate("PP", 1):
             h = self.finish(self.b(h)[:, None, None]).flatten(1)
             loss = (h - y).square()
             return loss.mean() if self.kind == "mean" else loss.sum()
 
-    def finish(self, h: Tensor) -> Tensor:
-        return scaled_dot_product_attention(h, h, h) * len(self.parts)
+    def finish(self, h: Tensor, is_even: bool = True) -> Tensor:
+        return scaled_dot_product_attention(h, h, h) * (len(self.parts) if is_even else 3)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -370,14 +385,20 @@ def test_a_change_that_is_taken_back_is_seen(change: Change, counted: Counted) -
     assert after == said(anew(lambda: planned(model)))
 
 
-FUNCTIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+FUNCTIONS: dict[str, tuple[Any, str, Any]] = {
     "a class's forward": (nn.Tanh, "forward", lambda self, x: x.sin()),
     "a class's function": (Net, "finish", lambda self, h: h.cos()),
+    "an object's function": (Factor, "by", lambda self, value: value * 3.0),
+    "an object's in a list": (Summand, "to", lambda self, value: value - 1.0),
+    "a default": (Net.finish, "__defaults__", (False,)),
+    "a named default": (Summand.to, "__kwdefaults__", {"is_more": False}),
 }
+QUICK = ("a class's function", "an object's in a list", "a named default")
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param("a class's forward", marks=pytest.mark.slow), "a class's function"]
+    "which",
+    [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in FUNCTIONS],
 )
 def test_functions_of_classes_that_were_replaced_are_seen(
     which: str, counted: Counted, monkeypatch: pytest.MonkeyPatch
@@ -389,6 +410,25 @@ def test_functions_of_classes_that_were_replaced_are_seen(
     assert counted.captures == 2
     assert after != before
     assert after == said(anew(lambda: planned(model)))
+
+
+class Slotted:
+    """Callable, and nothing tells when it is gone."""
+
+    __slots__ = ()
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value
+
+
+def test_what_has_no_weak_references_does_not_capture_anew(counted: Counted) -> None:
+    model = Net()
+    model.called = Slotted()
+    before = said(planned(model))
+    assert (said(planned(model)), counted.captures) == (before, 1)
+    model.called = Slotted()
+    planned(model)
+    assert counted.captures == 2
 
 
 def test_a_global_function_that_was_replaced_is_seen(
