@@ -19,13 +19,11 @@ import piper_dynamo as piper
 from benchmarks.report import Row
 from benchmarks.sides import batch_of
 from benchmarks.zero_counts import collectives
-from piper_dynamo.api import look
-from piper_dynamo.captured import Call, CapturedStep
 from piper_dynamo.ir.program import ROW_EXCHANGES, Op
 from piper_dynamo.schedules import SCHEDULES
 from piper_dynamo.tables import table
 from piper_dynamo.train.config import Config
-from piper_dynamo.train.model import build
+from piper_dynamo.train.model import Llama, build
 
 PATH = Path(__file__).parent / "counts.json"
 
@@ -114,19 +112,20 @@ def count(plan: piper.Plan) -> Counts:
     )
 
 
-_captured: dict[tuple[Any, ...], tuple[CapturedStep, Call]] = {}
+_models: dict[tuple[Any, ...], Llama] = {}
 
 
 def plan_of(config: Config) -> piper.Plan:
-    """The plan of a training job; jobs that differ in their schedule alone share a capture."""
+    """The plan of a training job; those that differ in their schedule alone share a model.
+
+    So it is captured once for all of them.
+    """
     others = tuple(value for name, value in config.as_dict().items() if name != "schedule")
     key = (config.stages, *others)
-    if key not in _captured:
-        batch = tuple(whole.chunk(config.replicas)[0] for whole in batch_of(config))
-        now = look(build(config), config.strategy(), batch, config.world, capture=True)
-        _captured[key] = now.steps[-1], now.calls[-1]
-    step, call = _captured[key]
-    return step.under(config.strategy()).planned(call, config.world)
+    if key not in _models:
+        _models[key] = build(config)
+    batch = tuple(whole.chunk(config.replicas)[0] for whole in batch_of(config))
+    return piper.plan(_models[key], config.strategy(), batch, config.world)
 
 
 def counts_of(config: Config) -> Counts:

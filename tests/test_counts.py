@@ -65,7 +65,7 @@ def test_schedules_change_neither_the_work_nor_its_messages() -> None:
         assert len({(found[s]["messages"], found[s]["bytes"]) for s in alike}) == 1
 
 
-def test_jobs_that_share_a_capture_have_the_plans_that_they_have_alone() -> None:
+def test_jobs_that_share_a_model_have_the_plans_that_they_have_alone() -> None:
     config = GATE["zbv"]
     alone = piper.plan(build(config), config.strategy(), batch_of(config), config.world)
     assert [p.instrs for p in alone.programs] == [p.instrs for p in plan_of(config).programs]
