@@ -35,9 +35,8 @@ _FIRST = -math.inf  # before all else: tasks that an order groups
 _Home = tuple[RegionId, tuple[int, ...]]  # a region, and the devices on which it may be
 # What is smaller is more urgent; the vertex comes last.
 _Key = tuple[float, float, float, int]
-_Rule = Callable[
-    [TaskName, float], tuple[float, float, float]
-]  # from a task and its way to the end
+# From a task and its way to the end.
+_Rule = Callable[[TaskName, float], tuple[float, float, float]]
 
 
 def _by_critical_path(name: TaskName, way: float) -> tuple[float, float, float]:

@@ -153,7 +153,7 @@ class _Survey:
 
 
 @dataclass(slots=True)
-class _Looked:
+class _Attempts:
     """How far capturing and planning a model came, under its strategy or a simpler one.
 
     Attributes:
@@ -235,12 +235,12 @@ def _alone(example_inputs: Any, num_microbatches: int | None) -> Strategy:
     return Strategy(Split({}, num_microbatches=count), Place({}, devices=[0]))
 
 
-def _looked(model: nn.Module, strategy: Strategy, example_inputs: Any) -> _Looked:
+def _looked(model: nn.Module, strategy: Strategy, example_inputs: Any) -> _Attempts:
     """Capture and plan a model; where it cannot be captured so, on one device, then unsplit.
 
     What is asked for may be at fault, not the model, and one fault is not to hide others.
     """
-    found = _Looked()
+    found = _Attempts()
     world = max((rank for place in strategy.of(Place) for rank in place.devices), default=0) + 1
     simpler = [
         Strategy(*split, Place({}, devices=[0]), loss=strategy.loss)
@@ -325,7 +325,7 @@ def _fault(title: str, where: Sequence[str], remedy: str = "") -> Finding:
 
 
 def _unseen(
-    survey: _Survey, looked: _Looked, used: AbstractSet[str] | None, *, has_strategy: bool
+    survey: _Survey, looked: _Attempts, used: AbstractSet[str] | None, *, has_strategy: bool
 ) -> list[str]:
     """What a fault kept from being looked for."""
     found = []
@@ -425,7 +425,7 @@ def _about_buffers(names: Sequence[str]) -> list[Finding]:
     return [Finding(severity=Severity.NOTE, title=title, where=tuple(names))]
 
 
-def _about_graphs(survey: _Survey, looked: _Looked) -> tuple[list[Finding], list[str]]:
+def _about_graphs(survey: _Survey, looked: _Attempts) -> tuple[list[Finding], list[str]]:
     """What the graphs of the survey show, and what could not be run to see it.
 
     What they change, and the random numbers that they draw, is known better where a microbatch was
