@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, fx
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._dynamo import assume_constant_result as _assume_constant_result
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import guards, maybe_mark_dynamic
 from torch._dynamo import mark_dynamic as _mark_dynamic
-from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     TensorifyScalarRestartAnalysis,
@@ -78,6 +79,7 @@ __all__ = [
     "parse_to",
     "quiet_fake_tensors",
     "raise_recompile_limit",
+    "recompile_for_unknown_reasons",
     "reduce_scatter_single",
     "source_chain",
     "source_name",
@@ -324,6 +326,26 @@ def raise_recompile_limit() -> None:
     """
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
     dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4096)
+
+
+def recompile_for_unknown_reasons() -> None:
+    """Let Dynamo trace a call anew where it fails at telling why it has to.
+
+    One tensor in two places that had two is such a reason. Dynamo words it by looking up all places
+    of tensors in the earlier call, and raises where the new call lacks one, as another model of the
+    class may (pytorch issue 176211, in 2.11 to 2.14).
+    """
+    told = guards.recompilation_reason_for_no_tensor_aliasing_guard
+
+    @wraps(told)
+    def tell(guard_manager: Any, scope: Any) -> list[str]:
+        try:
+            return told(guard_manager, scope)
+        except (AttributeError, LookupError, TypeError) as error:
+            return [f"Duplicate tensors found; not looked for, {error!r}"]
+
+    if not hasattr(told, "__wrapped__"):
+        guards.recompilation_reason_for_no_tensor_aliasing_guard = tell
 
 
 def aten_backend(simplify: Callable[[fx.Graph], None]) -> Any:

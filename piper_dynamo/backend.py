@@ -74,6 +74,7 @@ def read_call(
         PiperCaptureError: It is not the whole call, or has what no strategy works with.
     """
     compat.raise_recompile_limit()
+    compat.recompile_for_unknown_reasons()
     dynamo.guard_shared_parameters()  # the guards are made after this
     _refuse_graph_break(gm)
     stores = take_stores(gm)

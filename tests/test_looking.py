@@ -520,3 +520,25 @@ def test_without_looking_a_hook_would_be_missed(
     hooked(model)
     assert said(planned(model)) == before
     assert said(anew(lambda: planned(model))) != before
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor, more: list[Tensor] | None) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = self.first(x + y)
+        with piper.annotate("PP", 1):
+            return (h if more is None else h + more[0]).square().mean()
+
+
+def test_a_tensor_given_twice_where_another_is_no_longer_given() -> None:
+    """Dynamo must trace it anew; torch fails to say why (pytorch issue 176211)."""
+    model, (x, y, z) = Optional(), (torch.ones(4, 4) for _ in range(3))
+    strategy = piper.Strategy(
+        piper.Split({}, num_microbatches=2), *jobs.places(LINE2, "one_f_one_b", 2)
+    )
+    assert len(piper.plan(model, strategy, (x, y, [z]), 2).programs) == 2
+    assert len(piper.plan(model, strategy, (x, x, None), 2).programs) == 2

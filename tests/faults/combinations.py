@@ -9,6 +9,7 @@ feature of the axis "schedule" a pair is tried on two stages of 1F1B.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import piper_dynamo as piper
-from piper_dynamo.api import look
 from tests import jobs
 from tests.jobs import CLIP, LINE2, LOOP2, V2, Placement
 from tests.models import fill, rows, weights
@@ -261,12 +261,15 @@ def setup_of(first: str, second: str) -> Setup:
 # What only the training loop does: a plan knows nothing of it.
 OF_THE_LOOP = {name for name in FEATURES if setup_of(name, name).how}
 
-_captured: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-_plans: dict[tuple[Any, ...], piper.Plan] = {}
+
+@cache
+def _model(parts: frozenset[str], stages: int) -> nn.Module:
+    """One model for all its plans, which share its capture."""
+    return Model(parts, stages)
 
 
 def plan(setup: Setup) -> piper.Plan:
-    """The plan of a setup, proved; a model without options is captured once for all strategies.
+    """The plan of a setup, proved.
 
     Raises:
         PiperError: It is refused.
@@ -274,21 +277,11 @@ def plan(setup: Setup) -> piper.Plan:
     """
     if setup.how:
         raise ValueError(f"no plan has {sorted(setup.how)}: the training loop does")
-    stages, wanted = len(setup.placement), setup.strategy()
+    model = _model(setup.parts, len(setup.placement))
     example = tuple(v[: ROWS // setup.replicas] for v in batch(0))
-    world = jobs.world(setup.placement)
-    if setup.options:
-        return piper.plan(Model(setup.parts, stages), wanted, example, world, **setup.options)
-    of_model = (setup.parts, stages, setup.replicas)
-    if of_model not in _captured:
-        split = piper.Strategy(piper.Split({}, num_microbatches=setup.microbatches))
-        now = look(Model(setup.parts, stages), split, example, 1, capture=True)
-        _captured[of_model] = now.steps[-1], now.calls[-1]
-    step, call = _captured[of_model]
-    key = (*of_model, repr(wanted))
-    if key not in _plans:
-        _plans[key] = step.under(wanted).planned(call, world)
-    return _plans[key]
+    return piper.plan(
+        model, setup.strategy(), example, jobs.world(setup.placement), **setup.options
+    )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
