@@ -387,7 +387,8 @@ class Precision(_Record):
     The model and the optimizer keep the parameters as they are, for instance in float32: the
     *master* of what the chunks see. Floating-point values that come into the matched regions from
     data or from other regions are cast to `param`, those that leave for other regions back to what
-    these had without Precision; buffers stay as they are.
+    these had without Precision; buffers stay as they are, and norms compute in the dtype of their
+    running statistics.
 
     Attributes:
         filter: Which regions.

@@ -32,13 +32,21 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-_PRODUCTS = frozenset(
+# In the joint graph: operators on floating-point values of one dtype; fake ones may have two.
+_OF_ONE_DTYPE = frozenset(
     (
-        *("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "grouped_mm"),
+        *("mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "linear", "convolution"),
+        *("grouped_mm", "_cdist_forward", "_embedding_bag", "grid_sampler_2d", "grid_sampler_3d"),
+        *("index_add", "index_copy", "index_put", "index_reduce"),
+        *("binary_cross_entropy", "nll_loss_forward", "nll_loss2d_forward"),
         *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     )
 )
+_HALF = (torch.bfloat16, torch.float16)
+_WITH_STATISTICS = ("batch_norm", "instance_norm")
+# Parts of the names that norms have in the joint graph.
+_NORMS = ("batch_norm", "native_layer_norm", "native_group_norm")
 _CALLS = ("call_function", "call_method", "call_module")
 
 
@@ -114,14 +122,15 @@ class _Caster:
         self.arg_of = dict(zip(placeholders, args, strict=True))
         self.calls = [n for n in gm.graph.nodes if n.op in _CALLS]
         self.tags, inner = _tags(gm, self.calls)
+        self.asked: dict[Node, torch.dtype | None] = {}  # and so its parameters'
         self.dtype: dict[Node, torch.dtype | None] = {}
         for node in self.calls:
             if _is_pick(node):
                 source = node.args[0]
                 assert isinstance(source, Node)
-                self.dtype[node] = self.dtype[source]
+                self.asked[node], self.dtype[node] = self.asked[source], self.dtype[source]
                 continue
-            found = {self._asked(tags) for tags in inner[node]} or {self._asked(self.tags[node])}
+            found = {self._rule(tags) for tags in inner[node]} or {self._rule(self.tags[node])}
             if len(found) > 1:
                 raise PiperCaptureError(
                     format_error(
@@ -131,10 +140,17 @@ class _Caster:
                         "parts apart",
                     )
                 )
-            (self.dtype[node],) = found
+            (self.asked[node],) = found
+            self.dtype[node] = None if self._has_statistics(node) else self.asked[node]
         self.casts: dict[tuple[object, ...], Node] = {}
 
-    def _asked(self, tags: dict[str, int]) -> torch.dtype | None:
+    def _has_statistics(self, node: Node) -> bool:
+        """Whether it is a norm with buffers, which stay as they are: torch has it in one dtype."""
+        args = [self.arg_of.get(i) for i in node.all_input_nodes]
+        is_norm = getattr(node.target, "__name__", None) in _WITH_STATISTICS
+        return is_norm and any(arg is not None and arg.kind is ArgKind.BUFFER for arg in args)
+
+    def _rule(self, tags: dict[str, int]) -> torch.dtype | None:
         return next((r.param for r in self.rules if r.filter.matches(tags)), None)
 
     def parameters(self) -> dict[int, torch.dtype]:
@@ -144,7 +160,7 @@ class _Caster:
             if arg.kind is not ArgKind.PARAMETER or not _is_floating(node):
                 continue
             assert arg.spec is not None
-            users = {self.dtype[u]: u for u in node.users if u in self.dtype}
+            users = {self.asked[u]: u for u in node.users if u in self.asked}
             if len(users) > 1:
                 raise PiperCaptureError(
                     format_error(
@@ -175,10 +191,12 @@ class _Caster:
 
     def _wanted(self, source: Node, node: Node) -> torch.dtype | None:
         """What a value is to be cast to; None where it stays."""
-        if not self._is_cast(source):
-            return None
-        mine = self.dtype[node]
-        if mine == self.dtype.get(source):
+        arg, mine = self.arg_of.get(source), self.dtype[node]
+        if arg is not None and arg.kind is ArgKind.PARAMETER:
+            is_kept = mine == self.asked[node] or not _is_floating(source)
+        else:
+            is_kept = not self._is_cast(source) or mine == self.dtype.get(source)
+        if is_kept:
             return None
         captured: torch.dtype = source.meta["example_value"].dtype
         return mine or captured
@@ -228,27 +246,31 @@ class _Caster:
 
 
 def refuse_mixed(graph: fx.Graph) -> None:
-    """Products take factors of one dtype, which fake tensors do not see to.
+    """What torch computes in one dtype only has operands of one, which fake tensors do not see to.
 
     Args:
         graph: The joint graph.
 
     Raises:
-        PiperCaptureError: A product has factors of two dtypes; names the user's line.
+        PiperCaptureError: An operator has operands of two dtypes; names the user's line.
     """
     for node in graph.nodes:
-        if operator_name(node) not in _PRODUCTS:
+        name = operator_name(node)
+        is_norm = "backward" not in name and any(norm in name for norm in _NORMS)
+        if not is_norm and name not in _OF_ONE_DTYPE:
             continue
         values = [i.meta.get("val") for i in node.all_input_nodes]
-        dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
-        if len(dtypes) > 1:
+        has = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if is_norm and has[0] in _HALF and set(has[1:]) == {torch.float32}:
+            continue  # which norms take
+        if len(set(has)) > 1:
             raise PiperCaptureError(
                 format_error(
                     "the model cannot run in this precision: an operator gets two dtypes",
                     {
                         "at": user_line(node) or "no source line",
-                        "operator": operator_name(node),
-                        "dtypes": ", ".join(sorted(map(short, dtypes))),
+                        "operator": name,
+                        "dtypes": ", ".join(sorted(map(short, set(has)))),
                     },
                     hint="a dtype is baked into the graph, or a buffer has another one: write "
                     "x.type_as(y) for x.to(y.dtype), and cast buffers where they are used",

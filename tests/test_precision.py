@@ -287,6 +287,38 @@ def test_checkpointed_layers() -> None:
     assert sent == {BF16}
 
 
+class Normed(nn.Module):
+    """A norm with running statistics, which stay float64 and so does it; by hand where `cast`."""
+
+    def __init__(self, *, cast: bool = False) -> None:
+        super().__init__()
+        self.w = mixed.weights(2)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.cast = cast
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = torch.tanh(F.linear(x, self.w[0]))
+            if self.cast:
+                norm = self.norm
+                w, b = norm.weight.double(), norm.bias.double()
+                mean, var = norm.running_mean, norm.running_var
+                h = F.batch_norm(h.double(), mean, var, w, b, training=True).to(BF16)
+            else:
+                h = self.norm(h)
+        with piper.annotate("PP", 1):
+            return F.mse_loss(torch.tanh(F.linear(h, self.w[1])).double(), y.double())
+
+
+@pytest.mark.parametrize("zero", [None, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_norm_with_running_statistics_computes_in_theirs(zero: int | None) -> None:
+    placement = LINE2 if zero is None else LINE
+    got = mixed.run(Normed, replicas.numbers, placement, strategy(placement, ALL, zero=zero))
+    by_hand = ByHand(replicas=replicas.replicas(placement))
+    want = mixed.reference(lambda: Normed(cast=True), replicas.numbers, by_hand)
+    check(got, want, placement, zero or 0)
+
+
 # What the plan says.
 
 
@@ -466,6 +498,45 @@ class Baked(nn.Module):
 def test_a_dtype_that_is_baked_in_is_refused() -> None:
     text = jobs.refusal(lambda: piper.plan(Baked(), strategy(LINE2, ALL), replicas.numbers(0)))
     jobs.mentions(text, "in this precision", "test_precision.py", "dtype", "type_as")
+
+
+class Apart(nn.Module):
+    """The second stage does something with a value in float32, and with others."""
+
+    def __init__(self, what: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.what, self.w = what, mixed.weights(2)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = F.linear(x, self.w[0])
+        with piper.annotate("PP", 1):
+            h = self.what(h, self.w[1], self.norm)
+            return h.double().square().mean() + y.double().mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "operator"),
+    [
+        (lambda h, w, norm: torch.mv(h.float(), w[0]), "mv"),
+        (lambda h, w, norm: F.layer_norm(h.float(), (4,), w[0]), "native_layer_norm"),
+        (lambda h, w, norm: torch.zeros(4, 4).index_add(0, torch.arange(2), (h @ w)[:2]), "index"),
+        (lambda h, w, norm: torch.cdist(h.float(), w), "_cdist_forward"),
+        (lambda h, w, norm: checkpoint(norm, h @ w, use_reentrant=False), "batch_norm"),
+    ],
+    ids=["mv", "layer norm", "index add", "cdist", "checkpointed norm"],
+)
+def test_operands_of_two_dtypes_are_refused(what: Callable[..., Tensor], operator: str) -> None:
+    """Where torch fails in the midst of the first step, since fake tensors let them pass."""
+    text = jobs.refusal(lambda: piper.plan(Apart(what), strategy(LINE2, ALL), replicas.numbers(0)))
+    jobs.mentions(text, "in this precision", "test_precision.py", operator)
+
+
+def test_what_takes_two_dtypes_is_not_refused() -> None:
+    """A norm in float32, say, of a value in bfloat16."""
+    both = Apart(lambda h, w, norm: F.layer_norm(h @ w, (4,), w[0].float()))
+    assert piper.plan(both, strategy(LINE2, ALL), replicas.numbers(0)).programs
 
 
 class Table(nn.Module):
