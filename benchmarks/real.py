@@ -4,7 +4,6 @@ Same model, data, optimizer, threads and run: two gloo ranks, both sides in the 
 """
 
 import functools
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from benchmarks import predict
 from benchmarks.paired import Comparison, compare, seconds
 from benchmarks.report import Row, gain_row, ratio_row
 from benchmarks.sides import PiperStep, TorchStep, batch_of
-from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.predict.links import ratios, slowdown_of
 from piper_dynamo.predict.measuring import measurable
 from piper_dynamo.train.config import Config
@@ -25,10 +23,6 @@ from piper_dynamo.train.config import Config
 RANKS = 2
 GAIN = 1.05
 BEST_BAR, COMPILED_BAR, BOUND_BAR = 0.97, 1.0, 1.06
-ALONE = 15  # steps of one side where the other cannot run
-# What torch says where it splits the backward of a compiled stage: it goes over the graph twice.
-SPLIT = "This backward function was compiled with non-empty donated buffers"
-
 
 Side = tuple[Config, str]  # a job, and torch's name of its schedule
 
@@ -85,73 +79,15 @@ def eager(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]
     yield from _both("real", what, best, BEST_BAR, "torch's best, eager")
 
 
-def _steps_of_torch(theirs: Side) -> None:
-    """Two steps of torch's side alone; on every rank."""
-    step, batch = TorchStep(*theirs), batch_of(theirs[0])
-    for _ in range(2):
-        step(*batch)
-
-
-def refusal(theirs: Side) -> str | None:
-    """Why torch cannot split the backward of its side of a comparison; None where it can.
-
-    Raises:
-        PiperRuntimeError: Its job failed of anything else.
-    """
-    try:
-        piper.launch(functools.partial(_steps_of_torch, theirs), RANKS)
-    except PiperRuntimeError as error:
-        if SPLIT not in str(error):
-            raise
-        return reason(str(error))
-    return None
-
-
-def reason(text: str) -> str:
-    """What a failed job's text tells as its first error, else its last line."""
-    found = re.search(r"^ {2}error +(.+)$", text, flags=re.MULTILINE)
-    return found[1] if found else text.strip().splitlines()[-1].strip()
-
-
 def compiled(config: Config, pairs: int, schedules: Sequence[str]) -> Iterator[Row]:
-    """Every schedule: torch.compile of each stage beside inductor chunks; the bar is 1F1B's.
-
-    Where torch splits the backward of stages that it has compiled, which it cannot
-    (pytorch#161904), Piper has a row without it. 1F1B splits none: a failure of it is one.
-    """
+    """Every schedule: torch.compile of each stage beside inductor chunks; the bar is 1F1B's."""
     for schedule in schedules:
         job = side(config, schedule, "inductor")
+        found = run(job, job, pairs)
         if schedule == "one_f_one_b":
-            found = run(job, job, pairs)
             yield from _both("compiled", schedule, found, COMPILED_BAR, "compiled torch")
-            continue
-        why = refusal(job)
-        if why is not None:
-            yield _alone(job, why)
         else:
-            found = run(job, job, pairs)
             yield Row(section="compiled", what=schedule, figures=found.text(), data=found.figures())
-
-
-def _alone(ours: Side, why: str) -> Row:
-    """A row of Piper's side alone, with why torch has none."""
-    took = piper.launch(functools.partial(_times, ours), RANKS)[0]
-    median_s = statistics.median(took)
-    return Row(
-        section="compiled",
-        what=ours[1],
-        figures=f"{median_s * 1e3:8.1f} ms; torch cannot compile these stages: {why}",
-        data={"ours": median_s, "unit": "s", "times_s": took, "refusal": why}
-        | {"measured": f"median of {ALONE} steps"},
-    )
-
-
-def _times(ours: Side) -> list[float]:
-    """Seconds of each step of Piper's side; on every rank."""
-    step, batch = PiperStep(*ours), batch_of(ours[0])
-    for _ in range(2):
-        step(*batch)
-    return [seconds(lambda: step(*batch), dist.barrier) for _ in range(ALONE)]
 
 
 def _beside_bound(config: Config, pairs: int) -> Comparison:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -34,6 +35,7 @@ TORCH = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+SPLIT = ("zb_h1", "zbv", "dualpipev")  # torch's that run a backward in two parts
 
 
 def built(schedules: Iterable[str]) -> list[str]:
@@ -158,6 +160,8 @@ class TorchStep(ScheduleStep):
         modules: dict[int, nn.Module] = {s: Stage(model, s, stages) for s in mine}
         parameters = [p for m in modules.values() for p in m.parameters()]
         if config.compile == "inductor":
+            # A backward in two parts goes over a stage's graph twice; torch's error names this.
+            functorch_config.donated_buffer = schedule not in SPLIT
             for module in modules.values():
                 module.compile()
         self.schedule = torch_schedule(schedule, modules, stages, config.microbatches, loss_fn)
