@@ -13,10 +13,11 @@ Precision.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from math import inf
+from typing import Any, TypeGuard
 
 from piper_dynamo.directives import DType, Precision
 from piper_dynamo.values import Faults, is_whole
@@ -71,15 +72,17 @@ class _Reader:
             return default
         return value
 
-    def choice(self, name: str, default: str, meanings: Mapping[str, Any], why: str) -> Any:
-        """What one of some values means."""
+    def choice(self, name: str, default: str | None, meanings: Mapping[str, Any], why: str) -> Any:
+        """What one of some values means; None, where that is the default, means nothing."""
         value = self.take(name, default)
-        if value not in meanings:
+        if value is None and default is None:
+            return None
+        if not isinstance(value, str) or value not in meanings:  # a list has no hash
             known = ", ".join(map(repr, meanings))
             self._faults.add(
                 self._prefix + name, value, f"{why}; there are counterparts of {known}"
             )
-            return meanings[default]
+            return None if default is None else meanings[default]
         return meanings[value]
 
     def part(self, name: str) -> "_Reader":
@@ -177,7 +180,7 @@ def torchtitan(
     schedule = read.choice(
         "pipeline_parallel_schedule", "1F1B", _TITAN_SCHEDULES, "has no counterpart"
     )
-    parts = read.take("module_fqns_per_model_part", None)
+    regions = _titan_parts(read, faults)
     read.finish()
     found: dict[str, Any] = {
         "schedule": schedule if ranks > 1 else "gpipe",
@@ -190,10 +193,35 @@ def torchtitan(
     }
     if copies > 1 and shards > 1:
         found["shard_ranks"] = shards
-    if parts is not None:
-        found["stages"] = len(parts)
-        found["regions"] = {name: {"PP": k} for k, names in enumerate(parts) for name in names}
+    if regions:
+        found["stages"] = 1 + max(tags["PP"] for tags in regions.values())
+        found["regions"] = regions
     return Meaning(pipeline=found)
+
+
+def _titan_parts(read: _Reader, faults: Faults) -> dict[str, dict[str, int]]:
+    """The regions of `module_fqns_per_model_part`; none without it."""
+    name, must = "module_fqns_per_model_part", "must be a list of the modules' names for each stage"
+    parts = read.take(name, None)
+    if parts is None:
+        return {}
+    if not _is_list(parts) or not parts or not all(_is_list(part) and part for part in parts):
+        faults.add(name, parts, must)
+        return {}
+    regions: dict[str, dict[str, int]] = {}
+    for stage, modules in enumerate(parts):
+        for module in modules:
+            if not isinstance(module, str):
+                faults.add(name, module, must)
+            elif module in regions:
+                faults.add(name, module, f"is in the parts {regions[module]['PP']} and {stage}")
+            else:
+                regions[module] = {"PP": stage}
+    return regions
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 # Megatron-LM
@@ -275,10 +303,10 @@ def _megatron_level(read: _Reader, faults: Faults) -> int:
     if has_fsdp2 and (has_fsdp or shards_state):
         other = "use_megatron_fsdp" if has_fsdp else "use_distributed_optimizer"
         faults.say(f"use_torch_fsdp2 and {other} are both asked for; Megatron takes one of them")
-    if has_fsdp2:
-        return 3
     if level and not has_fsdp:
         faults.say("data_parallel_sharding_strategy means nothing without use_megatron_fsdp")
+    if has_fsdp2:
+        return 3
     return max(level, 1) if shards_state else level
 
 
@@ -292,9 +320,13 @@ def _megatron_experts(read: _Reader, faults: Faults, replicas: int) -> int:
 
 def _megatron_capacity(read: _Reader, faults: Faults) -> float | None:
     factor = read.take("moe_expert_capacity_factor", None)
-    policy = read.take("moe_token_drop_policy", "probs")
+    policies = {name: name for name in ("probs", "position")}
+    policy = read.choice("moe_token_drop_policy", "probs", policies, "is no policy known here")
     read.without_effect("moe_pad_expert_input_to_capacity")  # slots are always padded
     if factor is None:
+        return None
+    if not _is_number(factor) or not 0 < factor < inf:
+        faults.add("moe_expert_capacity_factor", factor, "must be a number above 0")
         return None
     if policy != "position":
         faults.add(
@@ -308,6 +340,9 @@ def _megatron_recompute(read: _Reader, faults: Faults) -> float | None:
     method, layers = read.take("recompute_method", None), read.take("recompute_num_layers", None)
     read.refuse("keep part of a region by a budget, recompute=0.5", recompute_modules=None)
     if which is None:
+        for name, value in {"recompute_method": method, "recompute_num_layers": layers}.items():
+            if value is not None:
+                faults.add(name, value, "means nothing without recompute_granularity='full'")
         return None
     if which != "full" or method not in (None, "uniform") or layers not in (None, 1):
         faults.say(
@@ -320,7 +355,7 @@ def _megatron_recompute(read: _Reader, faults: Faults) -> float | None:
 
 def _megatron_precision(read: _Reader, faults: Faults) -> Precision | None:
     is_bf16, is_fp16 = read.switch("bf16"), read.switch("fp16")
-    sums_wide = read.switch("accumulate_allreduce_grads_in_fp32", is_bf16)
+    asks_wide = read.switch("accumulate_allreduce_grads_in_fp32")
     reduces_narrow = read.switch("grad_reduce_in_bf16")
     read.refuse(
         "a loss scale is an option of the step: piper.compile(..., loss_scale=...)",
@@ -328,19 +363,28 @@ def _megatron_precision(read: _Reader, faults: Faults) -> Precision | None:
     )
     if is_bf16 and is_fp16:
         faults.say("bf16 and fp16 are both asked for")
+    if reduces_narrow and asks_wide:
+        faults.say("accumulate_allreduce_grads_in_fp32 and grad_reduce_in_bf16 are both asked for")
+    if reduces_narrow and not is_bf16:
+        faults.say("grad_reduce_in_bf16 means nothing without bf16")
     if not (is_bf16 or is_fp16):
         return None
     name: DType = "bf16" if is_bf16 else "fp16"
+    # Under bf16 Megatron sums in float32 also where it is not asked to.
     return Precision(
         {},
         param=name,
-        grad="fp32" if sums_wide and not reduces_narrow else name,
+        grad="fp32" if (is_bf16 or asks_wide) and not reduces_narrow else name,
         reduce="bf16" if reduces_narrow else None,
     )
 
 
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _bucket(elements: object, name: str, precision: Precision | None, faults: Faults) -> float:
-    if not isinstance(elements, int | float) or isinstance(elements, bool) or elements < 1:
+    if not _is_number(elements) or not 1 <= elements < inf:
         faults.add(name, elements, "must be a number of elements")
         return 1.0
     sums = None if precision is None else precision.reduce or precision.grad
@@ -445,7 +489,7 @@ def _deepspeed_zero(
 ) -> dict[str, Any]:
     part = read.part("zero_optimization")
     level = part.take("stage", 0)
-    if level not in (0, 1, 2, 3) or isinstance(level, bool):
+    if not is_whole(level) or level not in (0, 1, 2, 3):
         faults.add("zero_optimization.stage", level, "must be 0, 1, 2 or 3")
         level = 0
     part.refuse("Piper keeps all on the device", offload_optimizer=None, offload_param=None)
@@ -489,16 +533,13 @@ def _deepspeed_precision(read: _Reader, faults: Faults) -> Precision | None:
     )
     bf16.finish()
     fp16.finish()
-    sums = read.part("data_types")
-    grad = sums.choice("grad_accum_dtype", "fp32", _DEEPSPEED_DTYPES, "is no dtype known here")
+    sums, no_dtype = read.part("data_types"), "is no dtype known here"
+    grad = sums.choice("grad_accum_dtype", None, _DEEPSPEED_DTYPES, no_dtype)
     sums.finish()
-    reduce = read.take("communication_data_type", None)
-    if reduce is not None and reduce not in _DEEPSPEED_DTYPES:
-        faults.add("communication_data_type", reduce, "is no dtype known here")
-        reduce = None
+    reduce = read.choice("communication_data_type", None, _DEEPSPEED_DTYPES, no_dtype)
     if all(narrow):
         faults.say("bf16.enabled and fp16.enabled are both true")
-    if not any(narrow) and reduce is None:
-        return None
     param: DType | None = "bf16" if narrow[0] else "fp16" if narrow[1] else None
-    return Precision({}, param=param, grad=grad if param else None, reduce=reduce)
+    if param is grad is reduce is None:
+        return None
+    return Precision({}, param=param, grad=grad or ("fp32" if param else None), reduce=reduce)

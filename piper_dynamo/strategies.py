@@ -3,6 +3,7 @@
 Signature: a few numbers -> a strategy.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
@@ -23,6 +24,11 @@ from piper_dynamo.schedules import SCHEDULES, Schedule, Shape, name_of, stages_b
 from piper_dynamo.strategy import LossPath, Strategy
 from piper_dynamo.values import Faults, is_whole, maker, user_line
 
+UNSCALED = (
+    "fp16 also asks Megatron-LM and DeepSpeed to scale the loss, by a scale that they find; a "
+    'strategy has none: compile it by piper.compile(..., loss_scale="dynamic"), or gradients '
+    "below 6e-8 are lost"
+)
 _NEEDED = ("pp", "dp")  # axes that a mesh has whatever their size
 
 
@@ -299,8 +305,8 @@ def from_torchtitan(
         parallelism: The `[parallelism]` table of its configuration.
         world_size: How many ranks.
         local_batch_size: Rows that a replica is given, of `[training]`.
-        regions: The stages by module path, as many as a looped schedule is to have; None: those of
-            `module_fqns_per_model_part`, or the model's own annotations.
+        regions: The stages by module path, as many as a looped schedule is to have, instead of
+            `module_fqns_per_model_part`; None: those of that, or the model's own annotations.
         inputs: How each argument is split, see `Split`.
         loss: Which output is the loss, see `Strategy`.
 
@@ -332,6 +338,9 @@ def from_megatron(
         inputs: How each argument is split, see `Split`.
         loss: Which output is the loss, see `Strategy`.
 
+    Warns:
+        UserWarning: Of `fp16`, whose scale of the loss is an option of `piper.compile`.
+
     Raises:
         PiperStrategyError: Lists every argument that has no counterpart here.
     """
@@ -361,6 +370,9 @@ def from_deepspeed(
         inputs: How each argument is split, see `Split`.
         loss: Which output is the loss, see `Strategy`.
 
+    Warns:
+        UserWarning: Of `fp16`, whose scale of the loss is an option of `piper.compile`.
+
     Raises:
         PiperStrategyError: Lists every entry that has no counterpart here.
     """
@@ -388,6 +400,8 @@ def _foreign(
     loss: LossPath | None,
 ) -> Strategy:
     """The strategy of what another system's arguments mean."""
+    if regions is not None and "regions" in meaning.pipeline:
+        faults.say("module_fqns_per_model_part and regions= both say the stages; leave out one")
     faults.check()
     asked = dict(meaning.pipeline)
     if regions is not None:
@@ -399,6 +413,8 @@ def _foreign(
     made = pipeline(**asked, inputs=inputs, loss=loss)
     if meaning.precision is None:
         return made
+    if meaning.precision.param == "fp16":  # there the scale is found by itself, without an argument
+        warnings.warn(UNSCALED, stacklevel=3)
     return Strategy(
         *made.directives, meaning.precision, mesh=made.mesh, loss=made.loss, regions=made.regions
     )

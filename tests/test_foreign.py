@@ -219,9 +219,22 @@ def test_says_the_same(name: str) -> None:
             lambda: from_megatron({"bf16": True, "grad_reduce_in_bf16": True}, world_size=1),
             piper.Precision({}, param="bf16", grad="bf16", reduce="bf16"),
         ),
+        (  # Megatron sums in float32 under bf16, whatever its default says
+            lambda: from_megatron(
+                {"bf16": True, "accumulate_allreduce_grads_in_fp32": False}, world_size=1
+            ),
+            piper.Precision({}, param="bf16", grad="fp32"),
+        ),
         (
-            lambda: from_deepspeed({"fp16": {"enabled": True}}, world_size=1),
-            piper.Precision({}, param="fp16", grad="fp32"),
+            lambda: from_deepspeed({"data_types": {"grad_accum_dtype": "bf16"}}, world_size=1),
+            piper.Precision({}, grad="bf16"),
+        ),
+        (
+            lambda: from_deepspeed(
+                {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"},
+                world_size=1,
+            ),
+            piper.Precision({}, grad="bf16", reduce="fp32"),
         ),
         (
             lambda: from_deepspeed(
@@ -233,6 +246,28 @@ def test_says_the_same(name: str) -> None:
 )
 def test_precision(make: Callable[[], piper.Strategy], want: piper.Precision) -> None:
     assert make().of(piper.Precision) == (want,)
+
+
+@pytest.mark.parametrize(
+    ("make", "grad"),
+    [
+        (lambda: from_megatron({"fp16": True}, world_size=1), "fp16"),
+        (
+            lambda: from_megatron(
+                {"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, world_size=1
+            ),
+            "fp32",
+        ),
+        (lambda: from_deepspeed({"fp16": {"enabled": True}}, world_size=1), "fp32"),
+    ],
+)
+def test_fp16_tells_of_the_scale_that_is_not_in_a_strategy(
+    make: Callable[[], piper.Strategy], grad: Any
+) -> None:
+    with pytest.warns(UserWarning, match=r'piper\.compile\(\.\.\., loss_scale="dynamic"\)') as told:
+        made = make()
+    assert [one.filename for one in told] == [__file__]
+    assert made.of(piper.Precision) == (piper.Precision({}, param="fp16", grad=grad),)
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -262,12 +297,73 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "must divide the 4 ranks",
     ),
     (lambda: from_torchtitan([], world_size=1), "must be a dict"),
+    (
+        lambda: from_torchtitan(
+            {"module_fqns_per_model_part": [["words"], ["head"]]},
+            world_size=1,
+            regions=REGIONS,
+        ),
+        "module_fqns_per_model_part and regions= both say the stages",
+    ),
+    *(
+        (
+            lambda parts=parts: from_torchtitan(
+                {"module_fqns_per_model_part": parts}, world_size=1
+            ),
+            message,
+        )
+        for parts, message in (
+            (3, "must be a list of the modules' names for each stage"),
+            ([], "must be a list of the modules' names for each stage"),
+            ([["words"], []], "must be a list of the modules' names for each stage"),
+            (["words", "head"], "must be a list of the modules' names for each stage"),
+            ([["words"], [1]], "module_fqns_per_model_part=1: must be a list"),
+            ([["words"], ["head", "words"]], "'words': is in the parts 0 and 1"),
+        )
+    ),
     (lambda: from_torchtitan({}, world_size=0), "world_size=0: must be a whole number"),
     (lambda: from_megatron({"tensor_model_parallel_size": 2}, world_size=2), "tensor parallelism"),
     (lambda: from_megatron({"context_parallel_size": 2}, world_size=2), "context parallelism"),
     (lambda: from_megatron({"use_tp_pp_dp_mapping": True}, world_size=2), "outermost"),
     (lambda: from_megatron({"recompute_granularity": "selective"}, world_size=1), "by a budget"),
+    (
+        lambda: from_megatron({"recompute_method": "block"}, world_size=1),
+        "recompute_method='block': means nothing without recompute_granularity",
+    ),
+    (
+        lambda: from_megatron({"recompute_num_layers": 2}, world_size=1),
+        "recompute_num_layers=2: means nothing without recompute_granularity",
+    ),
     (lambda: from_megatron({"moe_expert_capacity_factor": 1.0}, world_size=1), '"position"'),
+    *(
+        (
+            lambda factor=factor: from_megatron(
+                {"moe_expert_capacity_factor": factor, "moe_token_drop_policy": "position"},
+                world_size=1,
+            ),
+            f"moe_expert_capacity_factor={factor!r}: must be a number above 0",
+        )
+        for factor in ("1.5", "much", True, 0, float("nan"), float("inf"), [1.5])
+    ),
+    (
+        lambda: from_megatron({"moe_token_drop_policy": "last"}, world_size=1),
+        "moe_token_drop_policy='last': is no policy known here",
+    ),
+    (
+        lambda: from_megatron({"grad_reduce_in_bf16": True}, world_size=1),
+        "grad_reduce_in_bf16 means nothing without bf16",
+    ),
+    (
+        lambda: from_megatron(
+            {
+                "bf16": True,
+                "grad_reduce_in_bf16": True,
+                "accumulate_allreduce_grads_in_fp32": True,
+            },
+            world_size=1,
+        ),
+        "accumulate_allreduce_grads_in_fp32 and grad_reduce_in_bf16 are both asked for",
+    ),
     (lambda: from_megatron({"loss_scale": 128}, world_size=1), "loss_scale="),
     (lambda: from_megatron({"bf16": True, "fp16": True}, world_size=1), "both asked for"),
     (lambda: from_megatron({"global_batch_size": 3}, world_size=2), "must be a multiple"),
@@ -276,6 +372,40 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: from_megatron({"data_parallel_sharding_strategy": "optim"}, world_size=1),
         "without use_megatron_fsdp",
+    ),
+    (
+        lambda: from_megatron(
+            {"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "optim"}, world_size=2
+        ),
+        "without use_megatron_fsdp",
+    ),
+    (
+        lambda: from_megatron({"data_parallel_sharding_strategy": ["optim"]}, world_size=1),
+        "data_parallel_sharding_strategy=['optim']: has no counterpart",
+    ),
+    (
+        lambda: from_torchtitan({"pipeline_parallel_schedule": {"1F1B": 1}}, world_size=1),
+        "pipeline_parallel_schedule={'1F1B': 1}: has no counterpart",
+    ),
+    *(
+        (
+            lambda config=config: from_deepspeed(config, world_size=1),
+            f"{path}={value!r}: is no dtype known here",
+        )
+        for value in ("int8", ["bf16"], True)
+        for path, config in (
+            ("communication_data_type", {"communication_data_type": value}),
+            ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": value}}),
+        )
+    ),
+    *(
+        (
+            lambda level=level: from_deepspeed(
+                {"zero_optimization": {"stage": level}}, world_size=2
+            ),
+            f"zero_optimization.stage={level!r}: must be 0, 1, 2 or 3",
+        )
+        for level in (1.0, True, [1])
     ),
     (
         lambda: from_megatron(
