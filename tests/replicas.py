@@ -77,7 +77,10 @@ class Tied(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Rows that no number of replicas divides: 7, 2, 1, and a parameter without dims per stage."""
+    """Rows that no number of replicas divides: 7, 2, 1, and two parameters without dims.
+
+    On two stages each has one of these; on four, every other one.
+    """
 
     def __init__(self, stages: int = 1) -> None:
         super().__init__()
@@ -89,9 +92,13 @@ class Uneven(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
-            h = torch.tanh(x @ self.a.T) * self.first
+            h = torch.tanh(x @ self.a.T)
+        with piper.annotate("PP", self.stages // 4):
+            h = h * self.first
+        with piper.annotate("PP", self.stages // 2):
+            h = torch.tanh(h @ self.b.T + self.bias)
         with piper.annotate("PP", self.stages - 1):
-            return F.mse_loss(torch.tanh(h @ self.b.T + self.bias) * self.last, y[:, :2])
+            return F.mse_loss(h * self.last, y[:, :2])
 
 
 def frozen(stages: int) -> Stack4:

@@ -105,17 +105,10 @@ def test_every_schedule_on_streams(schedule: str):
     check_schedule("plain", schedule, 1, 2)
 
 
-COMBINATIONS = [
-    (schedule, case)
-    for schedule, (placement, _) in SCHEDULES.items()
-    for case in CASES
-    if case != "uneven" or len(placement) == 2  # it has no more stages
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize(("schedule", "case"), COMBINATIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_and_level_on_streams(schedule: str, case: str, zero: int):
     check_schedule(case, schedule, zero, 12)
 

@@ -156,8 +156,21 @@ def gathered_twice(program: RankProgram) -> list[str]:
 # Which backward is the last.
 
 
-def last_backward(program: RankProgram) -> int:
-    return max(k for k, i in enumerate(program.instrs) if i.op is Op.RUN and i.task.startswith("B"))
+def reduced(program: RankProgram) -> list[list[str]]:
+    """Of each reduction, the backwards whose gradients are in it, by name."""
+    found = []
+    for at in replicas.reductions(program):
+        wanted, tasks = set(program.instrs[at].reads()), []
+        for instr in reversed(program.instrs[:at]):
+            if instr.op is Op.FREE or not wanted & set(instr.writes()):
+                continue
+            if instr.op is Op.RUN and instr.task.startswith("B"):
+                tasks.append(instr.task)
+                wanted |= set(instr.sums)
+            else:
+                wanted |= set(instr.reads())
+        found.append(sorted(tasks))
+    return found
 
 
 REVERSED = [
@@ -196,9 +209,16 @@ def test_one_reduction_after_the_last_backward(placement: jobs.Placement, schedu
             assert torch.equal(grad, ranks[second].grads[name])
     plan = piper.plan(Stack4(stages), wanted, EIGHT)
     for program in plan.programs:
-        found = replicas.reductions(program)
-        assert len(found) == stages // 2  # one for each stage's parameters
-        assert last_backward(program) < found[-1]
+        mine = [stage for stage, ranks_ in placement.items() if program.rank in ranks_]
+        assert sorted(reduced(program)) == [[f"B.PP{s}.MB{k}" for k in range(4)] for s in mine]
+
+
+def test_control_reductions_of_every_microbatch() -> None:
+    """R32, control: where each microbatch is reduced, a reduction has its gradients alone."""
+    plan = piper.plan(Stack4(2), replicas.strategy(LINE, 4, zero=2), EIGHT)
+    for program in plan.programs:
+        stage = 0 if program.rank in LINE[0] else 1
+        assert sorted(reduced(program)) == [[f"B.PP{stage}.MB{k}"] for k in range(4)]
 
 
 def not_reduced(op: Op, parts: list[Tensor], place: int, like: Any) -> Tensor:
@@ -234,10 +254,28 @@ def test_control_a_microbatch_alone(which: str, norm: float) -> None:
         assert found.norm == about(norm)
 
 
+OTHER_SIZE = (rows(8), rows(4, 2), rows(8, 1))
+
+
 def test_another_size_between_two_calls_keeps_what_was_summed() -> None:
     """R33, another length in between: a program of other sizes wipes no gradient."""
-    batches = [rows(8), rows(4, 2), rows(8, 1)]
-    fx.equals_eager(lambda: Stack4(2), jobs.strategy(jobs.LINE2, 4), *batches)
+    fx.equals_eager(lambda: Stack4(2), jobs.strategy(jobs.LINE2, 4), *OTHER_SIZE)
+
+
+@pytest.mark.parametrize("zero", replicas.levels(2))
+def test_another_size_between_two_calls_of_replicas(zero: int) -> None:
+    """R33, another length in between, at every level: each rank has its shard of the sum."""
+    ranks = fx.run(lambda: Stack4(2), replicas.strategy(LINE, 2, zero=zero), *OTHER_SIZE)
+    model, losses = fx.eager(lambda: Stack4(2), *OTHER_SIZE)
+    want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    norm = nn.utils.get_total_norm(list(want.values()))
+    for rank, found in enumerate(ranks):
+        assert found.losses == about(losses, 1e-12)
+        assert found.norm == about(norm.item(), 1e-12)
+        assert found.grads.keys() == {name for name in want if rank // 2 == int(name[2]) // 2}
+        for name, grad in found.grads.items():
+            part = replicas.part_of(want[name], rank, LINE, zero)
+            jobs.close(grad, part, f"rank {rank}: {name}")
 
 
 # Mean, not sum.
@@ -348,9 +386,9 @@ def test_parameters_smaller_than_the_number_of_ranks(zero: int) -> None:
 def test_uneven_parameters_under_a_v(zero: int) -> None:
     """Uneven shards of another model and layout, over clipped steps of two optimizers."""
     case = replace(replicas.CASES["uneven"], batch=lambda step: rows(16, 2 * step))
-    wanted = replicas.strategy(LINE, 2, "zb_h1", zero=zero)
-    ranks = replicas.run(case, LINE, wanted, steps=2)
-    replicas.compare(ranks, replicas.reference(case, steps=2), LINE, zero)
+    wanted = replicas.strategy(VEE, 4, "zbv", zero=zero)
+    ranks = replicas.run(case, VEE, wanted, steps=2)
+    replicas.compare(ranks, replicas.reference(case, steps=2), VEE, zero)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tests.faults import fixtures as fx
 from tests.faults.fixtures import F2, about
 from tests.jobs import LINE2
 from tests.models import Stack4, TiedLM, rows, tok
-from tests.replicas import PAIR
+from tests.replicas import PAIR, VEE
 
 LENGTHS = (3, 5, 2, 3)
 
@@ -128,9 +128,9 @@ def test_batches_of_experts_may_change_their_size() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", range(4))
 def test_sizes_change_under_a_v_in_float32(zero: int) -> None:
-    """Another dtype: eight rows, then four, of two stages on each rank."""
-    wanted = replicas.strategy({k: [0, 1] for k in range(4)}, 2, "", zero=zero)
-    sizes = (8, 4)
+    """Another dtype: sixteen rows, then eight, of two stages on each rank."""
+    wanted = replicas.strategy(VEE, 4, "zbv", zero=zero)
+    sizes = (16, 8)
 
     def single() -> nn.Module:
         return Stack4(4).float()
@@ -141,5 +141,5 @@ def test_sizes_change_under_a_v_in_float32(zero: int) -> None:
         return [step(*batch).item() for batch in given]
 
     want = [single()(*(v.float() for v in rows(size))).item() for size in sizes]
-    for losses in jobs.run_ranks(job, 2):
+    for losses in jobs.run_ranks(job, 4):
         assert losses == pytest.approx(want, abs=1e-6)
