@@ -30,10 +30,11 @@ COMBINATIONS = """\
 
 {written}
 *Yes* means that a test trains the pair for two clipped steps and compares losses, gradient norms
-and the whole state with one process: within 1e-11 in float64, or, where Piper draws masks or
-rounds, with the same model on one rank. *No* means that the pair is refused when it is compiled,
-for the reason below. What is empty excludes itself. A pair without a schedule runs on two stages
-of 1F1B.
+and the whole state with one process, within {exact:g} in float64; where Piper draws masks or
+rounds, with the same model on one rank. Pairs with *Precision* are compared within {rounded:g},
+where an update is about 0.01, and a run that does not round is off by 5e-05. *No* means that the
+pair is refused when it is compiled, for the reason below; that is tried, too. What is empty
+excludes itself. A pair without a schedule runs on two stages of 1F1B.
 
 Rows are what is tried with everything; more works, and has tests of its own: the other schedules
 ([schedules.md](schedules.md)), meshes and `Place` by microbatch, chunks compiled by Inductor,
@@ -51,7 +52,9 @@ def faults() -> str:
 def pairs() -> str:
     """The page of combinations."""
     source = "tests/faults/combinations.py"
-    return COMBINATIONS.format(written=WRITTEN.format(source=source)) + combinations.text()
+    written, found = WRITTEN.format(source=source), combinations
+    head = COMBINATIONS.format(written=written, exact=found.EXACT, rounded=found.ROUNDED)
+    return head + found.text()
 
 
 PAGES = {"faults.md": faults, "what-works-with-what.md": pairs, "benchmarks.md": page.text}

@@ -1,6 +1,8 @@
 """Every pair of features trains as one process does, or is refused as the documents say."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +73,20 @@ def test_pairs_are_planned_or_refused(first: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(f, marks=[pytest.mark.slow] * (f != "experts")) for f in FEATURES]
+)
+def test_what_is_not_built_is_refused_with_everything(name: str, tmp_path: Path) -> None:
+    """Tensor parallelism beside each feature: where it is compiled, by its name."""
+    setup = combinations.split_weights(setup_of(name, name))
+
+    def call() -> Any:
+        return combinations.run(setup, tmp_path) if setup.how else combinations.plan(setup)
+
+    text = jobs.refusal(call, piper.PiperPlanError)
+    jobs.mentions(text, *combinations.SPLIT_WORDS)
+
+
 def test_control_plans_have_the_options_and_nothing_of_the_loop() -> None:
     assert {"no_sync", "evaluation", "deferred init", "resume"} == OF_THE_LOOP
     wrong = Setup(options={"loss_scale": -1.0})
@@ -95,6 +111,43 @@ def test_control_a_wrong_state_is_noticed(tmp_path: Path) -> None:
     ):
         with pytest.raises(AssertionError, match="off by"):
             combinations.compare(setup, ranks, wrong)
+
+
+def test_control_moments_that_a_rounded_resume_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under Precision, too, the comparison sees an optimizer that starts anew."""
+    setup = setup_of("Precision", "resume")
+    want = combinations.reference(setup)
+    combinations.compare(setup, combinations.run(setup, tmp_path / "whole"), want)
+    load = piper.load_checkpoint
+    monkeypatch.setattr(piper, "load_checkpoint", lambda folder, step, _: load(folder, step))
+    ranks = combinations.run(setup, tmp_path / "lost")
+    with pytest.raises(AssertionError, match=r"rank 0: w\.0: off by 0\.00"):
+        combinations.compare(setup, ranks, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("1F1B", {"directives": ()}),  # nothing is rounded
+        pytest.param("frozen", {"parts": frozenset()}, marks=pytest.mark.slow),
+    ],
+)
+def test_control_a_rounded_pair_that_ignores_a_feature(
+    name: str, wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    """Losses, norms and state are each off by more than is allowed under Precision."""
+    setup = setup_of(name, "Precision")
+    want = combinations.reference(setup)
+    for got in combinations.run(replace(setup, **wrong), tmp_path):
+        for mixed in (
+            replace(want, losses=got.losses),
+            replace(want, norms=got.norms),
+            replace(want, state=got.state),
+        ):
+            with pytest.raises(AssertionError, match="off by"):
+                combinations.compare(setup, [mixed], want)
 
 
 def test_the_page_is_what_the_table_says() -> None:
