@@ -5,6 +5,7 @@ The rest is in `_torch_compat.py`.
 
 import inspect
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,6 +139,71 @@ def attribute_stores() -> list[tuple[dict[str, Any] | None, str, str]]:
             buffers = held.get(key) if name.endswith("._buffers") else None
             found += [(buffers, *one) for one in nodes or [(name.rpartition(".")[2], "")]]
     return found
+
+
+def kept_tensors() -> list[tuple[str, str]]:
+    """Tensors that the call being traced leaves in lists, dicts and other objects of its module.
+
+    Or in globals. What is an input's is not looked at: a dict that is given may be changed.
+
+    Returns:
+        Where it is left, such as "self.losses", and the graph node.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    effects: Any = output.side_effects
+    found: dict[str, tuple[str, str]] = {}
+
+    def keep(held: Any, where: str) -> None:
+        for tensor in _tensors(held, ()):
+            if tensor.source is None or _is_input(tensor.source, output.local_scope):
+                node = tensor.as_proxy().node.name
+                found.setdefault(node, (where, node))
+
+    for one in effects.id_to_variable.values():
+        if one.source is None or not effects.is_modified(one):
+            continue
+        if _is_input(one.source, output.local_scope):
+            continue
+        try:
+            where = _in_words(one.source)
+        except NotImplementedError:  # made by the call itself
+            continue
+        if "._buffers" in where or "._parameters" in where:
+            continue  # `attribute_stores` has these
+        keep(one, where)
+        for name, value in effects.store_attr_mutations.get(one, {}).items():
+            if "NNModule" not in type(one).__name__ or not value.is_tensor():
+                keep(value, f"{where}.{name}")
+    return list(found.values())
+
+
+def _tensors(held: Any, above: tuple[int, ...]) -> list[Any]:
+    """The tensors of a container, however deep, as Dynamo's variables."""
+    if "Lazy" in type(held).__name__ or id(held) in above:  # not looked at, so not new
+        return []
+    if held.is_tensor():
+        return [held]
+    items: Any = vars(vars(held).get("_base_vt") or held).get("items", ())
+    values = items.values() if isinstance(items, dict) else items
+    inside = values if isinstance(items, dict | list | tuple) else ()
+    return [t for value in inside for t in _tensors(value, (*above, id(held)))]
+
+
+def _is_input(source: Any, scope: dict[str, Any]) -> bool:
+    """Whether something is reached from an argument that is no module."""
+    while hasattr(source, "base"):
+        source = source.base
+    name = getattr(source, "local_name", None)
+    return name is not None and not isinstance(scope.get(name), torch.nn.Module)
+
+
+def _in_words(source: Any) -> str:
+    """Where something is, as a user writes it."""
+    path = source_name(source).replace("L['self']", "self")
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    return re.sub(r"^G\['(\w+)'\]", r"\1", path)
 
 
 def given_to_backend(step: Any) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Of a registered buffer that forward reads, an assignment is a change in place: the buffer keeps its
 memory, and every microbatch sees the value that the last one left. Anything else would be a tensor
-of one microbatch that outlives the step, which is refused.
+of one microbatch that outlives the step, which is refused; so are tensors that are left in lists,
+dicts and other objects of the module, `self.losses.append(loss)`.
 
 Signature: Dynamo's graph of a call -> the same with the buffers changed in place.
 """
@@ -33,7 +34,8 @@ def take_stores(gm: fx.GraphModule) -> dict[int, int]:
         PiperCaptureError: Something else is assigned.
     """
     stored = dynamo.attribute_stores()
-    if not stored:
+    kept = dynamo.kept_tensors()
+    if not stored and not kept:
         return {}
     graph = gm.graph
     (end,) = graph.find_nodes(op="output")
@@ -41,13 +43,13 @@ def take_stores(gm: fx.GraphModule) -> dict[int, int]:
     nodes = {node.name: node for node in graph.nodes}
     placeholders = graph.find_nodes(op="placeholder")
     found: dict[int, int] = {}
-    faults: dict[str, str] = {}
+    faults = {where: f"is given a tensor{_made_at(nodes.get(of))}" for where, of in kept}
     for buffers, name, of in stored:
         new = nodes.get(of)
         position = _argument(placeholders, (buffers or {}).get(name))
         fault = _fault(placeholders, position, new)
         if fault or new is None or position is None:
-            faults[f"self.{name}"] = f"{fault}{f' at {user_line(new)}' if new is not None else ''}"
+            faults[f"self.{name}"] = f"{fault}{_made_at(new)}"
             continue
         if not _is_in_place(new, placeholders[position]):
             with graph.inserting_before(end):
@@ -62,12 +64,17 @@ def take_stores(gm: fx.GraphModule) -> dict[int, int]:
                 "forward assigns a new tensor to an attribute of the module",
                 faults,
                 hint="assign to registered buffers alone, values without a gradient (.detach()), "
-                "or change them in place: self.last.copy_(...)",
+                "or change them in place: self.last.copy_(...); return what you want to see",
             )
         )
     end.args = (tuple(outputs),)
     gm.recompile()
     return found
+
+
+def _made_at(node: Node | None) -> str:
+    line = user_line(node) if node is not None else ""
+    return f" at {line}" if line else ""
 
 
 def _argument(placeholders: list[Node], buffer: Tensor | None) -> int | None:

@@ -1,0 +1,104 @@
+"""Tensors that forward leaves in lists, dicts and objects of its module are refused by line.
+
+They would be one microbatch's, and no value on ranks without the region; the control is what
+outlives no call, or is no tensor of it.
+"""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piper_dynamo as piper
+from tests import jobs
+from tests.jobs import LINE2
+from tests.models import rows
+
+GLOBAL: list[Any] = []
+
+
+class Own(list[Any]):
+    """A user's own list."""
+
+
+class Keeping(nn.Module):
+    """Two stages; the first does something with a value."""
+
+    total: Tensor
+
+    def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.keep, self.first, self.second = keep, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+        self.seen: list[Any] = []
+        self.by_name: dict[str, Any] = {"list": []}
+        self.ordered: OrderedDict[str, Any] = OrderedDict()
+        self.many: defaultdict[str, list[Any]] = defaultdict(list)
+        self.queue: deque[Any] = deque()
+        self.own = Own()
+        self.second.seen = [torch.zeros(())]  # type: ignore[assignment]
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = self.first(x)
+            self.keep(self, h.detach().mean())
+        with piper.annotate("PP", 1):
+            return (self.second(h) - y).square().mean()
+
+
+def plan(keep: Callable[[Any, Tensor], object]) -> piper.Plan:
+    strategy = piper.Strategy(
+        piper.Split({}, num_microbatches=2), *jobs.places(LINE2, "one_f_one_b", 2)
+    )
+    return piper.plan(Keeping(keep), strategy, rows(4, 0), 2)
+
+
+KEPT = {
+    "self.seen": lambda m, t: m.seen.append(t),
+    "self.seen ": lambda m, t: m.seen.append((1, {"a": t})),
+    "self.seen  ": lambda m, t: setattr(m, "seen", [t]),
+    "self.by_name": lambda m, t: m.by_name.update(t=t),
+    "self.by_name['list']": lambda m, t: m.by_name["list"].append(t),
+    "self.ordered": lambda m, t: m.ordered.update(t=t),
+    "self.many": lambda m, t: m.many["t"].append(t),
+    "self.queue": lambda m, t: m.queue.append(t),
+    "self.own": lambda m, t: m.own.append(t),
+    "self.second.seen": lambda m, t: m.second.seen.__setitem__(0, t),
+    "GLOBAL": lambda m, t: GLOBAL.append(t),
+}
+
+
+@pytest.mark.parametrize("where", KEPT)
+def test_what_outlives_the_call_is_refused(where: str) -> None:
+    text = jobs.refusal(lambda: plan(KEPT[where]), piper.PiperCaptureError)
+    jobs.mentions(text, f"{where.strip()} ", "is given a tensor at ", "test_kept.py:", "return")
+    assert not GLOBAL
+
+
+def emptied(module: Any, value: Tensor) -> None:
+    module.seen.append(value)
+    module.seen.clear()
+
+
+def counted(module: Any, _value: Tensor) -> None:
+    module.calls += 1
+    module.by_name["calls"] = module.calls
+
+
+def buffered(module: Any, value: Tensor) -> None:
+    module.total.add_(value)
+    module.by_name["total"] = module.total
+
+
+def local(_module: Any, value: Tensor) -> None:
+    {}["list"] = [value]
+
+
+@pytest.mark.parametrize("keep", [emptied, counted, buffered, local])
+def test_control_what_is_no_tensor_of_the_call_may_stay(keep: Callable[..., None]) -> None:
+    assert plan(keep).programs
