@@ -6,12 +6,16 @@ The rest is in `_torch_compat.py`.
 import inspect
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._dynamo import eval_frame
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame
 from torch.utils._pytree import tree_leaves
 
 from piper_dynamo._torch_compat import is_marked_dynamic, source_name, weakly_mark_dynamic
@@ -29,6 +33,41 @@ def capture_more() -> None:
     for name in dir(logging.Logger):
         if name in _LOGGING or name.startswith(tuple(f"{known}_" for known in _LOGGING)):
             dynamo_config.ignore_logging_functions.add(getattr(logging.Logger, name))
+
+
+class _Recorder:
+    """Dynamo's tracker of the code that it is asked about, which keeps what it is told."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.codes: dict[int, CodeType] = {}  # by id: code compares by value
+
+    def add(self, code: CodeType) -> None:
+        self.codes[id(code)] = code
+        self.tracker.add(code)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tracker, name)
+
+
+@contextmanager
+def skips_taken_back() -> Iterator[None]:
+    """What Dynamo decides inside to leave to Python for good, it is asked about again afterwards.
+
+    Where it cannot resume after a graph break (in a loop, in a function without an operator), it
+    marks the code as one to skip, for every later call, also of other models and backends. What is
+    compiled of the code already, by whomever, stays: `torch._dynamo.reset` would drop it.
+    """
+    recorder = _Recorder(convert_frame.input_codes)
+    convert_frame.input_codes = recorder  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        convert_frame.input_codes = recorder.tracker
+        action = eval_frame._FrameAction.DEFAULT
+        # What was skipped before stays so: Dynamo is not asked about it.
+        for code in recorder.codes.values():
+            eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action, action))
 
 
 def guard_shared_parameters() -> None:

@@ -127,12 +127,30 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
 
 
 _SYMBOL = re.compile(r"\b(zu?f|u)\d+\b")
-# By what the reason of a graph break says.
+_CHOOSE = (
+    "choose between values by torch.where, or decide before the call and pass the decision "
+    "as an argument; without a strategy, graph breaks work"
+)
+_SHAPE = (
+    "a shape that follows from values: keep shapes fixed, with torch.where or a mask in the place "
+    "of what is picked; without a strategy, graph breaks work"
+)
+_READ = (
+    "keep .item(), .tolist(), .numpy() and prints of values out of forward: return the tensor; "
+    "without a strategy, graph breaks work"
+)
+# By what the reason of a graph break says. By the first, the host waits for a device's values.
+_WAIT_HINTS = {
+    "data-dependent output shape": _SHAPE,
+    "dynamic shape operator": _SHAPE,
+    "data-dependent": _CHOOSE,
+    "generic_jump": _CHOOSE,
+    ".item(": _READ,
+    "tolist": _READ,
+    ".numpy(": _READ,
+}
 _HINTS = {
-    "data-dependent": (
-        "choose between values by torch.where, or decide before the call and pass the decision "
-        "as an argument; without a strategy, graph breaks work"
-    ),
+    **_WAIT_HINTS,
     "flexattention": (
         "write it as scaled_dot_product_attention with attn_mask=: what score_mod adds to scores, "
         "a mask adds, too"
@@ -152,12 +170,21 @@ def graph_break(where: str, why: str) -> str:
     """That a call under a strategy cannot be one graph, where, and what to do."""
     # Symbols such as zuf0 stand for what a tensor holds, and have no name in the user's code.
     why = _SYMBOL.sub("a tensor's value", why.partition(" (unhinted")[0])
-    hint = next((text for words, text in _HINTS.items() if words in why.lower()), _ANY_HINT)
     return format_error(
         "graph break: a strategy needs the whole call in one graph",
         {"at": where, "why": why},
-        hint=hint,
+        hint=break_remedy(why),
     )
+
+
+def break_remedy(why: str) -> str:
+    """What to do about a graph break, by Dynamo's reason for it."""
+    return next((text for words, text in _HINTS.items() if words in why.lower()), _ANY_HINT)
+
+
+def is_wait(why: str) -> bool:
+    """Whether the host waits for a value of the device at a graph break, by Dynamo's reason."""
+    return any(words in why.lower() for words in _WAIT_HINTS)
 
 
 def baked_in(name: str, size: int, at: str) -> str:

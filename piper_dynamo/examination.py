@@ -8,6 +8,7 @@ is what capturing and planning refuse; the survey says where, and what else they
 Signature: model, inputs -> findings with lines and remedies.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.api import look, stood_for
+from piper_dynamo.backend import break_remedy, is_wait
 from piper_dynamo.capture import changed_in_place, instead_of_change, kind_of, user_name
 from piper_dynamo.changes import Changes
 from piper_dynamo.errors import PiperError
@@ -35,16 +37,9 @@ from piper_dynamo.tagging import tagged
 
 GRAPH_BREAK = "graph break"  # how the refusal of one begins
 MOST = 8  # lines or names that a finding shows
-# Words in Dynamo's reason for a break by which the host waits for values of the device.
-_SYNC_WORDS = (
-    "item",
-    "tolist",
-    "data-dependent",
-    "generic_jump",
-    "dynamic shape operator",
-    "nonzero",
-    "numpy",
-)
+MOST_PARTS = 64  # microbatches that a batch is split into where no strategy says it
+# Dynamo's reason to cut a graph at an earlier statement than the one that it cannot resume after.
+_EARLIER = "step_unsupported"
 _SYNC_CALLS = frozenset(("cpu", "numpy", "tolist", "item", "nonzero"))
 _UNSEEN = "could not be looked at"
 
@@ -91,11 +86,13 @@ class Report:
         findings: Faults first.
         graphs: How many graphs Dynamo makes of one call.
         operators: How many operators they have.
+        verdict: What of the model works, where something is refused.
     """
 
     findings: tuple[Finding, ...]
     graphs: int
     operators: int
+    verdict: str = ""
 
     @property
     def is_fine(self) -> bool:
@@ -107,9 +104,9 @@ class Report:
         return tuple(one for one in self.findings if one.severity is severity)
 
     def __str__(self) -> str:
-        where = "under a strategy" if self.is_fine else "on one device alone, without a strategy"
+        verdict = "the model works under a strategy" if self.is_fine else self.verdict
         counts = f"{self.graphs} graph{'s' * (self.graphs != 1)}, {self.operators} operators"
-        return "\n".join([f"the model works {where}: {counts}", *map(str, self.findings)])
+        return "\n".join([f"{verdict}: {counts}", *map(str, self.findings)])
 
 
 @dataclass(slots=True, eq=False)  # Dynamo compares backends
@@ -120,6 +117,7 @@ class _Survey:
         inputs: The tensors that the model is given.
         graphs: In the order of the call.
         breaks: Why graphs end, by line.
+        is_cut: Whether a graph ends before the call does.
         args: Name and kind of each graph's tensor arguments; the kind is None for what an earlier
             graph, or code between, has made.
         stopped: The user's line that raised, and what; empty where the call came to its end.
@@ -128,6 +126,7 @@ class _Survey:
     inputs: Sequence[Tensor] = ()
     graphs: list[fx.GraphModule] = field(default_factory=list)
     breaks: dict[str, str] = field(default_factory=dict)
+    is_cut: bool = False
     args: dict[Node, tuple[str, ArgKind | None]] = field(default_factory=dict)
     stopped: str = ""
 
@@ -144,7 +143,8 @@ class _Survey:
                     kind = None
                 self.args[node] = user_name(source, node.name, wrapped), kind
         found = dynamo.graph_break_of(gm)
-        if found is not None:
+        self.is_cut |= found is not None
+        if found is not None and found[0] != _EARLIER:
             reason, where = found
             self.breaks.setdefault(where, reason.strip().splitlines()[0])
         inline_regions(gm)
@@ -186,15 +186,18 @@ def doctor(
     Looks for graph breaks, code without a tag, inputs and parameters that are changed, waits of the
     host for the device, parameters that are shared, unused or frozen, buffers that a call changes,
     random numbers, outputs that cannot be the loss, and batch sizes that are baked in; says what a
-    fault kept it from looking for. Nothing is trained, and what is captured is not computed; code
-    around graph breaks runs, on zeros, and what it changes is put back.
+    fault kept it from looking for. Nothing is trained, and what is captured is not computed. Code
+    around graph breaks runs, on zeros: what it changes of parameters, buffers, tensors among the
+    inputs, and attributes of modules is put back; what else it does, as to a list that a module
+    holds or to a file, is done.
 
     Args:
         model: The single-device model; meta models are welcome.
         example_inputs: As for `compile`: of one replica, for one step.
         strategy: The strategy that it is meant for; None: all of it on one device.
         num_microbatches: Into how many the batch is split where no strategy says it; None: the
-            smallest number that divides it.
+            smallest number from 2 to 64 that divides it, or 1. The batch is the commonest size over
+            1 of the inputs' dim 0.
 
     Returns:
         The findings, with lines and remedies.
@@ -212,7 +215,7 @@ def doctor(
             findings.append(_fault(title, [line.strip() for line in rest]))
     if looked.template is not None:
         findings += _about_template(looked.template, split_of(wanted).num_microbatches)
-    used = _used(survey, looked.plan)
+    used = _used(survey, looked)
     findings += _about_state(model, used)
     unseen += _unseen(survey, looked, used, has_strategy=strategy is not None)
     if unseen:
@@ -221,8 +224,20 @@ def doctor(
     findings.sort(key=lambda one: order.index(one.severity))
     calls = [n for gm in survey.graphs for n in gm.graph.nodes if n.op.startswith("call_")]
     return Report(
-        findings=tuple(dict.fromkeys(findings)), graphs=len(survey.graphs), operators=len(calls)
+        findings=tuple(dict.fromkeys(findings)),
+        graphs=len(survey.graphs),
+        operators=len(calls),
+        verdict=_verdict(survey, looked, has_strategy=strategy is not None),
     )
+
+
+def _verdict(survey: _Survey, looked: _Attempts, *, has_strategy: bool) -> str:
+    """What works where something is refused."""
+    if survey.stopped:  # perhaps for the zeros that it was given
+        return "the model is refused under a strategy"
+    if has_strategy and looked.template is not None:
+        return "this strategy is refused, the model works on one device alone"
+    return "the model works on one device alone, without a strategy"
 
 
 def _alone(example_inputs: Any, num_microbatches: int | None) -> Strategy:
@@ -230,8 +245,9 @@ def _alone(example_inputs: Any, num_microbatches: int | None) -> Strategy:
     tensors = [v for v in tree_leaves(example_inputs) if isinstance(v, Tensor) and v.dim()]
     count = num_microbatches
     if count is None:
-        rows = tensors[0].shape[0] if tensors else 1
-        count = next((m for m in range(2, rows + 1) if rows % m == 0), 1)
+        sizes = Counter(v.shape[0] for v in tensors if v.shape[0] > 1)
+        rows = sizes.most_common(1)[0][0] if sizes else 1
+        count = next((m for m in range(2, min(rows, MOST_PARTS) + 1) if rows % m == 0), 1)
     return Strategy(Split({}, num_microbatches=count), Place({}, devices=[0]))
 
 
@@ -278,6 +294,7 @@ def _surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> _Survey
     """All graphs of a call; what a break, if there may be some, leaves to Python runs."""
     survey = _Survey()
     dynamo.capture_more()
+    compat.raise_recompile_limit()  # at which Dynamo would leave code to Python
     held: list[Tensor] = []
     if breaks:  # only then does code run that may change them
         given = [v for v in tree_leaves(example_inputs) if isinstance(v, Tensor)]
@@ -285,7 +302,11 @@ def _surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> _Survey
             v for v in (*model.parameters(), *model.buffers(), *given) if not compat.is_on_meta(v)
         ]
     kept = [(one, one.detach().clone()) for one in held]
-    with torch.random.fork_rng(), stood_for(model, example_inputs) as (args, kwargs):
+    with (
+        torch.random.fork_rng(),
+        dynamo.skips_taken_back(),
+        stood_for(model, example_inputs) as (args, kwargs),
+    ):
         survey.inputs = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         try:
             torch.compile(model, backend=survey, dynamic=False)(*args, **kwargs)
@@ -338,38 +359,34 @@ def _unseen(
         found.append("which parameters are not used")
     if survey.stopped:
         found.append(f"what comes after {survey.stopped}")
+    at = _place(looked.break_ or "")
+    if at and at not in survey.breaks:
+        found.append(f"other graph breaks of the function at {at}, which Python runs as a whole")
     return found
+
+
+def _details(error: str) -> dict[str, str]:
+    """The labelled lines of a refusal."""
+    lines = (line.strip() for line in error.splitlines()[1:])
+    return dict(line.split("  ", 1) for line in lines if "  " in line)
+
+
+def _place(error: str) -> str:
+    """The user's line in a refusal, if it has one."""
+    return _details(error).get("at", "").strip()
 
 
 def _about_breaks(survey: _Survey, error: str) -> list[Finding]:
     """Graph breaks, those by which the host waits for values apart."""
     found = dict(survey.breaks)
-    details = dict(
-        line.strip().split("  ", 1) for line in error.splitlines()[1:] if "  " in line.strip()
-    )
-    if details.get("at"):
-        found.setdefault(details["at"].strip(), details.get("why", "").strip())
-    waits = {at: why for at, why in found.items() if any(w in why.lower() for w in _SYNC_WORDS)}
-    others = {at: why for at, why in found.items() if at not in waits}
-    findings = []
-    if waits:
-        findings.append(
-            _fault(
-                "graph break: the host waits for a value of the device",
-                [f"{at}  {why}" for at, why in waits.items()],
-                "choose by torch.where, or decide outside of forward and pass the decision in; "
-                "keep .item() and prints of values out of forward",
-            )
-        )
-    if others:
-        findings.append(
-            _fault(
-                GRAPH_BREAK,
-                [f"{at}  {why}" for at, why in others.items()],
-                "move the statement out of forward; without a strategy, graph breaks work",
-            )
-        )
-    return findings
+    if at := _place(error):  # worded more fully than the survey's
+        found[at] = _details(error).get("why", "").strip()
+    lines: dict[tuple[str, str], list[str]] = {}
+    for at, why in found.items():
+        title = f"{GRAPH_BREAK}: the host waits for a value of the device"
+        kind = title if is_wait(why) else GRAPH_BREAK, break_remedy(why)
+        lines.setdefault(kind, []).append(f"{at}  {why}")
+    return [_fault(title, where, remedy) for (title, remedy), where in lines.items()]
 
 
 def _about_template(template: Template, num_microbatches: int) -> list[Finding]:
@@ -401,7 +418,8 @@ def _about_template(template: Template, num_microbatches: int) -> list[Finding]:
             Finding(
                 severity=Severity.NOTE,
                 title="the batch is not split, so a batch size that is baked in does not show",
-                remedy="give example inputs of two rows or more",
+                remedy="give example inputs of an even number of rows, and no strategy or one of "
+                "two microbatches",
             )
         )
     return findings
@@ -522,14 +540,14 @@ def _device_type(node: Node) -> str:
     return value.device.type if isinstance(value, Tensor) else ""
 
 
-def _used(survey: _Survey, plan: Plan | None) -> set[str] | None:
+def _used(survey: _Survey, looked: _Attempts) -> set[str] | None:
     """Names of the parameters that ranks hold, or that the one graph of a call reads.
 
-    None where that is not known: some may be read between graphs.
+    None where that is not known: some may be read between graphs, or by what Python runs alone.
     """
-    if plan is not None:
-        return {plan.args[position].name for position in plan.holders()}
-    if survey.stopped or survey.breaks or len(survey.graphs) != 1:
+    if looked.plan is not None:
+        return {looked.plan.args[position].name for position in looked.plan.holders()}
+    if survey.stopped or survey.is_cut or looked.break_ or len(survey.graphs) != 1:
         return None
     return {name for node, (name, _) in survey.args.items() if node.users}
 

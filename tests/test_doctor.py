@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import piper_dynamo as piper
 from piper_dynamo.cli import main
-from piper_dynamo.examination import Finding, Report, Severity
+from piper_dynamo.examination import MOST_PARTS, Finding, Report, Severity, _alone
+from piper_dynamo.planning import split_of
 from tests import example, zoo_models
 from tests.models import (
     BakedIn,
@@ -193,10 +194,10 @@ def found(report: Report, severity: Severity, *words: str) -> Finding:
     return alike[0]
 
 
-def line(text: str) -> str:
-    """`file:line` of this file where a comment is."""
-    source = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"test_doctor.py:{1 + next(k for k, row in enumerate(source) if row.endswith(text))}"
+def line(text: str, file: str = __file__) -> str:
+    """`file:line` of a file, this one by default, where a comment is."""
+    source = Path(file).read_text(encoding="utf-8").splitlines()
+    return f"{Path(file).name}:{1 + next(k for k, row in enumerate(source) if row.endswith(text))}"
 
 
 def test_a_model_without_faults() -> None:
@@ -285,18 +286,17 @@ def test_models_that_are_trained_are_fine(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"),
+    ("name", "words"),
     [
-        ("Branching", "the host waits"),
-        pytest.param("Conditional", "cond", marks=pytest.mark.slow),
-        ("Flex", "FlexAttention"),
+        ("Branching", ("the host waits", "torch.where")),
+        pytest.param("Conditional", ("cond",), marks=pytest.mark.slow),
+        ("Flex", ("FlexAttention", "write it as scaled_dot_product_attention")),
     ],
 )
-def test_models_that_are_refused_are_not(name: str, word: str) -> None:
-    torch._dynamo.reset()  # they share a forward, of which it keeps what it traced for the last
+def test_models_that_are_refused_are_not(name: str, words: tuple[str, ...]) -> None:
     subject = zoo_models.subject(getattr(zoo_models, name))
     report = piper.doctor(subject.build(), subject.batch(0, 0))
-    found(report, Severity.FAULT, word, "zoo_models.py:")
+    found(report, Severity.FAULT, *words, "zoo_models.py:")
     found(report, Severity.WARNING, "could not be looked at", "baked in")
 
 
@@ -312,6 +312,7 @@ def test_a_fault_hides_no_other_finding() -> None:
     two = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions={"layer.*": {"PP": 1}})
     report = piper.doctor(Dropped(), BATCH, strategy=two)
     found(report, Severity.FAULT, "matches no module", "layer.*")
+    assert str(report).startswith("this strategy is refused, the model works on one device alone: ")
     found(report, Severity.NOTE, "random numbers", "models.py:")
     found(report, Severity.WARNING, "could not be looked at", "stages and placement")
     three = piper.strategies.pipeline(ranks=3, num_microbatches=2)
@@ -349,6 +350,7 @@ def test_a_buffer_that_changes_to_a_value_with_a_gradient() -> None:
 
 def test_what_is_wrong_anyway_is_a_fault() -> None:
     report = piper.doctor(Failing(), BATCH)
+    assert str(report).startswith("the model is refused under a strategy: ")
     found(report, Severity.FAULT, line("# the mistake"))
 
 
@@ -385,6 +387,32 @@ def test_a_wait_that_is_no_break() -> None:
 def test_a_baked_in_batch_size() -> None:
     report = piper.doctor(BakedIn(), BATCH)
     found(report, Severity.FAULT, "batch size", "models.py:", "inputs={name: ")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ((1, 8, 8), 2),  # the first, such as of positions, is the same for every row
+        ((9, 9, 4), 3),
+        ((61, 61), 61),
+        ((127, 127), 1),
+        ((254, 254), 2),
+        ((67 * 71,), 1),
+        ((1, 1), 1),
+        ((), 1),
+    ],
+)
+def test_how_a_batch_is_split_where_no_strategy_says_it(sizes: tuple[int, ...], parts: int) -> None:
+    assert parts <= MOST_PARTS
+    strategy = _alone([torch.zeros(size, 2) for size in sizes] + [torch.zeros(())], None)
+    assert split_of(strategy).num_microbatches == parts
+
+
+def test_a_batch_that_is_not_split_is_told() -> None:
+    report = piper.doctor(Stack4(), rows(127))
+    assert report.is_fine, str(report)
+    found(report, Severity.NOTE, "the batch is not split", "an even number of rows")
+    assert "not split" not in str(piper.doctor(Stack4(), BATCH))
 
 
 def test_no_loss() -> None:
