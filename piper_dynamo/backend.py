@@ -19,7 +19,9 @@ from piper_dynamo import _torch_inductor as inductor
 from piper_dynamo.capture import read_args
 from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_error
 from piper_dynamo.inlining import inline_regions
+from piper_dynamo.ir.alias import called
 from piper_dynamo.ir.joint import Arg, ArgKind
+from piper_dynamo.ir.spec import user_line
 from piper_dynamo.lowering.aten import drop_stand_ins
 from piper_dynamo.options import FUSED, TUNED, Options
 from piper_dynamo.passes.split import data_dims
@@ -77,6 +79,7 @@ def read_call(
     compat.recompile_for_unknown_reasons()
     dynamo.guard_shared_parameters()  # the guards are made after this
     _refuse_graph_break(gm)
+    _refuse_read_values(gm)
     stores = take_stores(gm)
     inline_regions(gm)
     return read_args(gm, example_inputs), stores
@@ -124,6 +127,22 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
         return
     reason, where = found
     raise PiperCaptureError(graph_break(where, reason.strip().splitlines()[0]))
+
+
+def _refuse_read_values(gm: fx.GraphModule) -> None:
+    """A number or a shape that follows from what a tensor holds has no fixed place in a program."""
+    parts = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    found = [n for part in parts for n in part.graph.nodes if n.meta.get("unbacked_bindings")]
+    if not found:
+        return
+    shaped = [n for n in found if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    raise PiperCaptureError(
+        format_error(
+            "a number or a shape follows from what a tensor holds",
+            {user_line(n) or n.name: called(n) for n in found},
+            hint="; ".join(([_SHAPE] if shaped else []) + ([_READ] if shaped != found else [])),
+        )
+    )
 
 
 _SYMBOL = re.compile(r"\b(zu?f|u)\d+\b")
