@@ -6,8 +6,8 @@ The rest is in `_torch_compat.py`.
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -137,6 +137,15 @@ def argument_names() -> tuple[dict[str, Sequence[str]], str]:
     return {many: known[len(before) : len(values)]}, named
 
 
+def numbers_are_constants() -> AbstractContextManager[object]:
+    """Dynamo takes floats as they are, whatever they were in another model of the class.
+
+    Otherwise it makes an attribute that was another number before an argument of the graph.
+    """
+    patched: AbstractContextManager[object] = dynamo_config.patch(specialize_float=True)
+    return patched
+
+
 def weakly_mark_arguments() -> None:
     """Make dim 0 symbolic for every tensor argument of the call being traced.
 
@@ -177,6 +186,23 @@ def attribute_stores() -> list[tuple[dict[str, Any] | None, str, str]]:
             nodes = [(n, v.as_proxy().node.name) for n, v in new if v.is_tensor()]
             buffers = held.get(key) if name.endswith("._buffers") else None
             found += [(buffers, *one) for one in nodes or [(name.rpartition(".")[2], "")]]
+    return found
+
+
+def changed_values() -> list[str]:
+    """Attributes of modules to which the call being traced assigns other numbers or texts."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects: Any = InstructionTranslator.current_tx().output.side_effects
+    found = []
+    for owner, attributes in effects.store_attr_mutations.items():
+        if owner.source is None or "NNModule" not in type(owner).__name__:
+            continue
+        for name, value in attributes.items():
+            old = vars(owner.value).get(name)
+            is_plain = isinstance(old, bool | int | float | str) and value.is_python_constant()
+            if is_plain and value.as_python_constant() != old:
+                found.append(f"{_in_words(owner.source)}.{name}")
     return found
 
 
@@ -267,6 +293,31 @@ def specialized_at(placeholder: fx.Node) -> str:
         if source_name(source).startswith(name) and len(stack):
             return f"{stack[-1].filename}:{stack[-1].lineno}"
     return ""
+
+
+def other_branches(dims: Mapping[fx.Node, int], parts: int) -> list[str]:
+    """Branches that were decided by a symbolic size, and otherwise would be by one of equal parts.
+
+    Args:
+        dims: Which size of a placeholder is divided.
+        parts: Into how many parts.
+
+    Returns:
+        The user's line of each, as torch tells it: its text and place.
+    """
+    sizes: dict[Any, int] = {}
+    env: Any = None
+    for placeholder, dim in dims.items():
+        size = placeholder.meta["example_value"].shape[dim]
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+            sizes[size.node.expr] = size.node.hint // parts
+            env = size.node.shape_env
+    found = []
+    for guard in env.guards if env is not None else ():
+        is_branch = "_dynamo" in str(guard.sloc.framework_loc)  # else an operator's, checked there
+        if is_branch and str(env.replace(guard.expr).xreplace(sizes)) == "False":
+            found.append(str(guard.sloc.maybe_user_loc))
+    return list(dict.fromkeys(found))
 
 
 def source_of(placeholder: fx.Node) -> Any:

@@ -244,7 +244,7 @@ def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > 1:
             compat.weakly_mark_dynamic(value, 0)
     now.probe = True
-    with _unchanged(module):
+    with _unchanged(module), dynamo.numbers_are_constants():
         output = _guarded(step, args, kwargs)
     now.probe = False
     strategy = now.steps[-1].strategy if now.steps else None
@@ -252,7 +252,7 @@ def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]
     now.paths = dict(output_paths(output))
     if wanted is not None:
         now.loss = loss_index(output, wanted)
-    with _unchanged(module):
+    with _unchanged(module), dynamo.numbers_are_constants():
         _guarded(step, args, kwargs)
 
 

@@ -16,6 +16,7 @@ from torch.fx.node import Node, map_arg
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
+from piper_dynamo.branches import refuse_other_sides
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.garbage import young_collector
 from piper_dynamo.ir.alias import drop_aliases, operator_name, root
@@ -36,7 +37,8 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
                 format_error(
                     "a float argument changes from call to call",
                     {"argument": user_name(source, node.name, wrapped)},
-                    hint="pass it as a 0-dim tensor; numbers are part of the program",
+                    hint="pass it as a 0-dim tensor, since numbers are part of the program; an "
+                    "attribute of another model of the class: make its step by piper.compile",
                 )
             )
         if isinstance(example, torch.Tensor):
@@ -100,6 +102,8 @@ def trace(  # noqa: PLR0913
         PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or
             has several possible losses.
     """
+    if num_microbatches > 1:
+        refuse_other_sides(gm, batch_dims, num_microbatches)
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     computed: dict[int, torch.dtype] = {}
     has_casts = any(rule.param for rule in rules)

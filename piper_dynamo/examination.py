@@ -309,7 +309,8 @@ def _surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> _Survey
     ):
         survey.inputs = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         try:
-            torch.compile(model, backend=survey, dynamic=False)(*args, **kwargs)
+            with dynamo.numbers_are_constants():
+                torch.compile(model, backend=survey, dynamic=False)(*args, **kwargs)
         except Exception as error:
             # The user's own code did not like zeros: what came before that is surveyed.
             survey.stopped = f"{_users_line(error)}  {_shown(error)}"

@@ -8,6 +8,7 @@ dicts and other objects of the module, `self.losses.append(loss)`.
 Signature: Dynamo's graph of a call -> the same with the buffers changed in place.
 """
 
+import warnings
 from typing import Any
 
 from torch import Tensor, fx
@@ -33,6 +34,14 @@ def take_stores(gm: fx.GraphModule) -> dict[int, int]:
     Raises:
         PiperCaptureError: Something else is assigned.
     """
+    changed = dynamo.changed_values()
+    if changed:
+        warnings.warn(
+            f"forward assigns other values to {', '.join(changed)}: once in a step, not for each "
+            "microbatch, and the model is captured again for each value; count in a buffer, "
+            "self.count.add_(1)",
+            stacklevel=2,
+        )
     stored = dynamo.attribute_stores()
     kept = dynamo.kept_tensors()
     if not stored and not kept:

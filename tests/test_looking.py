@@ -542,3 +542,30 @@ def test_a_tensor_given_twice_where_another_is_no_longer_given() -> None:
     )
     assert len(piper.plan(model, strategy, (x, y, [z]), 2).programs) == 2
     assert len(piper.plan(model, strategy, (x, x, None), 2).programs) == 2
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.drop, self.scale = nn.Linear(4, 4), nn.Dropout(p), scale
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = self.first(x) * self.scale
+        with piper.annotate("PP", 1):
+            return (self.drop(h) - y).square().mean()
+
+
+def test_models_of_a_class_may_have_other_numbers() -> None:
+    """Dynamo makes an argument of a float that was another one before; it is each model's own."""
+    batch = (torch.ones(4, 4), torch.zeros(4, 4))
+    strategy = jobs.strategy(LINE2, 2, "one_f_one_b")
+
+    def loss(scale: float) -> Tensor:
+        torch.manual_seed(0)
+        return piper.compile(Scaled(scale), strategy, batch)(*batch).detach()  # type: ignore[no-any-return]
+
+    one, two, three = (jobs.run_ranks(lambda k=k: loss(k), 2)[0] for k in (1.0, 2.0, 3.0))
+    torch.testing.assert_close(torch.stack([two, three]), torch.stack([4 * one, 9 * one]))
+    for p in (0.1, 0.2, 0.3):
+        assert piper.plan(Scaled(1.0, p), strategy, batch, 2).programs
