@@ -387,6 +387,23 @@ def test_missing_rows_are_infinitely_wrong():
     assert comparing._of_rows("w", [half], {}) == math.inf
 
 
+def test_what_rounding_leaves_of_nothing_is_no_difference():
+    """The bias of attention's keys adds one number to a row of scores, which softmax takes away."""
+
+    def of(key: float, other: float) -> comparing._Trace:
+        rows = {"key": (0, torch.full((2,), key)), "other": (0, torch.full((2,), other))}
+        return comparing._Trace(grads=rows, params=rows)
+
+    def differs(have: comparing._Trace) -> bool:
+        found = (comparing._difference(n, [have], want, (1.0, 1.0)) for n in ("key", "other"))
+        return not all(one.is_equal for one in found)
+
+    want = of(1e-20, 1.0)
+    assert not differs(of(-3e-20, 1.0))
+    assert differs(of(1e-4, 1.0))
+    assert differs(of(1e-20, 1.1))
+
+
 def test_compare_shows_every_parameter(file: Path):
     found = piper_("compare", file, "--float64", "--steps", 1, "--json")
     assert found.exit_code == 0, found.output

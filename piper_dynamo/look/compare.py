@@ -119,12 +119,19 @@ def compare(target: Target, *, steps: int = 3, float64: bool = False) -> Compari
     want = _reference(target, traces[0], steps, convert)
     names = [name for name, _ in _model(target, convert).named_parameters()]
     dtypes = {one.dtype for _, one in want.params.values()}
+    grads, params = (
+        max((_size(v) for _, v in rows.values()), default=0.0) for rows in (want.grads, want.params)
+    )
     return Comparison(
         steps=steps,
         loss=_largest([(t.losses, want.losses) for t in traces]),
         norm=_largest([(t.norms, want.norms) for t in traces]),
         allowed=max(ALLOWED.get(dtype, 0.0) for dtype in dtypes),
-        differences=tuple(_difference(name, traces, want) for name in names if name in want.params),
+        differences=tuple(
+            _difference(name, traces, want, (grads, params))
+            for name in names
+            if name in want.params
+        ),
     )
 
 
@@ -264,17 +271,31 @@ def _largest(pairs: list[tuple[list[float], list[float]]]) -> float:
     )
 
 
-def _difference(name: str, traces: list[_Trace], want: _Trace) -> Difference:
+def _size(value: Tensor) -> float:
+    return value.abs().max().item() if value.numel() else 0.0
+
+
+def _difference(
+    name: str, traces: list[_Trace], want: _Trace, largest: tuple[float, float]
+) -> Difference:
+    """`largest`: gradient and value of all parameters.
+
+    Beside these, what rounding leaves of nothing counts for nothing: the bias of attention's keys
+    has no gradient but for rounding.
+    """
     whole = want.params[name][1]
     ranks = tuple(rank for rank, trace in enumerate(traces) if name in trace.params)
     is_used = bool(ranks) or name in want.grads  # else nobody computes with it
+    allowed = ALLOWED.get(whole.dtype, 0.0)
     return Difference(
         name=name,
         shape=tuple(whole.shape),
         ranks=ranks,
-        gradient=_of_rows(name, [t.grads for t in traces], want.grads),
-        value=_of_rows(name, [t.params for t in traces], want.params) if is_used else 0.0,
-        allowed=ALLOWED.get(whole.dtype, 0.0),
+        gradient=_of_rows(name, [t.grads for t in traces], want.grads, allowed * largest[0]),
+        value=_of_rows(name, [t.params for t in traces], want.params, allowed * largest[1])
+        if is_used
+        else 0.0,
+        allowed=allowed,
     )
 
 
@@ -282,12 +303,16 @@ def _of_rows(
     name: str,
     ranks: list[dict[str, tuple[int, Tensor]]],
     want: Mapping[str, tuple[int, Tensor]],
+    least: float = 0.0,
 ) -> float:
-    """The largest difference of any rank's rows; infinity where rows are missing or NaN."""
+    """The largest difference of any rank's rows; infinity where rows are missing or NaN.
+
+    Relative to the parameter's own largest value, or to `least` where that is more.
+    """
     if name not in want:
         return 0.0 if not any(name in rank for rank in ranks) else math.inf
     whole = want[name][1].double()
-    scale = whole.abs().max().item() if whole.numel() else 0.0
+    scale = max(_size(whole), least)
     worst, seen = 0.0, torch.zeros(whole.shape[0] if whole.dim() else 1, dtype=torch.bool)
     for rank in ranks:
         if name not in rank:
