@@ -117,6 +117,7 @@ def test_the_same_search_finds_the_same(everything) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_search_without_costs_says_what_it_counts_by() -> None:
     """As the simplest call is written; what it finds is that of the roofline that it names."""
     model, inputs, devices = Net(), batch(), 2

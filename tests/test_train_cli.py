@@ -450,7 +450,7 @@ def test_replicas_equal_one_process(schedule: str, zero: int, options: dict[str,
 @pytest.mark.parametrize(
     ("schedule", "sizes"),
     [
-        ("one_f_one_b", {"ep": 2}),
+        pytest.param("one_f_one_b", {"ep": 2}, marks=pytest.mark.slow),
         pytest.param("dualpipev", {"ep": 2, "zero": 3}, marks=pytest.mark.slow),
         pytest.param("dualpipe", {"ep": 2, "dp": 2}, marks=pytest.mark.slow),
         pytest.param("zbv", {"ep": 2, "dp": 2}, marks=pytest.mark.slow),

@@ -197,7 +197,10 @@ def test_tags_around_a_nested_region_are_those_of_each_call() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "kind",
+    [nn.LSTM, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRU, nn.RNN))],
+)
 def test_recurrent_layers_are_captured(kind: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
