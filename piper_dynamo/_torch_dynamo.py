@@ -250,7 +250,8 @@ def _tensors(held: Any, above: tuple[int, ...]) -> list[Any]:
         return []
     if held.is_tensor():
         return [held]
-    items: Any = vars(vars(held).get("_base_vt") or held).get("items", ())
+    own: dict[str, Any] = getattr(held, "__dict__", {})  # of constants, `items` is a property
+    items: Any = getattr(own.get("_base_vt"), "__dict__", own).get("items", ())
     values = items.values() if isinstance(items, dict) else items
     inside = values if isinstance(items, dict | list | tuple) else ()
     return [t for value in inside for t in _tensors(value, (*above, id(held)))]
@@ -295,6 +296,9 @@ def specialized_at(placeholder: fx.Node) -> str:
     return ""
 
 
+_TRACER = re.compile(r"[\\/]torch[\\/]_dynamo[\\/]")
+
+
 def other_branches(dims: Mapping[fx.Node, int], parts: int) -> list[str]:
     """Branches that were decided by a symbolic size, and otherwise would be by one of equal parts.
 
@@ -314,7 +318,8 @@ def other_branches(dims: Mapping[fx.Node, int], parts: int) -> list[str]:
             env = size.node.shape_env
     found = []
     for guard in env.guards if env is not None else ():
-        is_branch = "_dynamo" in str(guard.sloc.framework_loc)  # else an operator's, checked there
+        # Decided for an operator, it is looked at where the operator runs on a microbatch.
+        is_branch = _TRACER.search(str(guard.sloc.framework_loc)) is not None
         if is_branch and str(env.replace(guard.expr).xreplace(sizes)) == "False":
             found.append(str(guard.sloc.maybe_user_loc))
     return list(dict.fromkeys(found))
