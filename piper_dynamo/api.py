@@ -244,7 +244,7 @@ def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > 1:
             compat.weakly_mark_dynamic(value, 0)
     now.probe = True
-    with _unchanged(module), dynamo.numbers_are_constants():
+    with _unchanged(module):
         output = _guarded(step, args, kwargs)
     now.probe = False
     strategy = now.steps[-1].strategy if now.steps else None
@@ -252,7 +252,7 @@ def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]
     now.paths = dict(output_paths(output))
     if wanted is not None:
         now.loss = loss_index(output, wanted)
-    with _unchanged(module), dynamo.numbers_are_constants():
+    with _unchanged(module):
         _guarded(step, args, kwargs)
 
 
@@ -270,7 +270,8 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        return step(*args, **kwargs)
+        with dynamo.numbers_are_constants():
+            return step(*args, **kwargs)
     except compat.BackendCompilerFailed as error:
         inner = error.inner_exception
         if isinstance(inner, PiperError):

@@ -52,10 +52,7 @@ class Keeping(nn.Module):
 
 
 def plan(keep: Callable[[Any, Tensor], object]) -> piper.Plan:
-    strategy = piper.Strategy(
-        piper.Split({}, num_microbatches=2), *jobs.places(LINE2, "one_f_one_b", 2)
-    )
-    return piper.plan(Keeping(keep), strategy, rows(4, 0), 2)
+    return piper.plan(Keeping(keep), jobs.strategy(LINE2, 2), rows(4, 0), 2)
 
 
 KEPT = {

@@ -537,9 +537,7 @@ class Optional(nn.Module):
 def test_a_tensor_given_twice_where_another_is_no_longer_given() -> None:
     """Dynamo must trace it anew; torch fails to say why (pytorch issue 176211)."""
     model, (x, y, z) = Optional(), (torch.ones(4, 4) for _ in range(3))
-    strategy = piper.Strategy(
-        piper.Split({}, num_microbatches=2), *jobs.places(LINE2, "one_f_one_b", 2)
-    )
+    strategy = jobs.strategy(LINE2, 2)
     assert len(piper.plan(model, strategy, (x, y, [z]), 2).programs) == 2
     assert len(piper.plan(model, strategy, (x, x, None), 2).programs) == 2
 
@@ -559,7 +557,7 @@ class Scaled(nn.Module):
 def test_models_of_a_class_may_have_other_numbers() -> None:
     """Dynamo makes an argument of a float that was another one before; it is each model's own."""
     batch = (torch.ones(4, 4), torch.zeros(4, 4))
-    strategy = jobs.strategy(LINE2, 2, "one_f_one_b")
+    strategy = jobs.strategy(LINE2, 2)
 
     def loss(scale: float) -> Tensor:
         torch.manual_seed(0)

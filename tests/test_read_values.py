@@ -28,10 +28,7 @@ class Reading(nn.Module):
 
 
 def plan(read: Callable[[Tensor], Tensor]) -> piper.Plan:
-    strategy = piper.Strategy(
-        piper.Split({}, num_microbatches=2), *jobs.places(LINE2, "one_f_one_b", 2)
-    )
-    return piper.plan(Reading(read), strategy, rows(4, 0), 2)
+    return piper.plan(Reading(read), jobs.strategy(LINE2, 2), rows(4, 0), 2)
 
 
 def scaled(h: Tensor) -> Tensor:

@@ -28,11 +28,7 @@ class Branching(nn.Module):
 
 
 def plan(decide: Callable[[Tensor], bool], microbatches: int) -> piper.Plan:
-    strategy = piper.Strategy(
-        piper.Split({}, num_microbatches=microbatches),
-        *jobs.places(LINE2, "one_f_one_b", microbatches),
-    )
-    return piper.plan(Branching(decide), strategy, rows(8, 0), 2)
+    return piper.plan(Branching(decide), jobs.strategy(LINE2, microbatches), rows(8, 0), 2)
 
 
 @pytest.mark.parametrize(
