@@ -186,7 +186,7 @@ class Job:
             made += [f"            {line}" for line in self._layer(k, layer)]
         rest = "".join(f', "h{k}": h{k}' for k in self.outputs)
         rest += ', "mean": h.mean().detach(), "many": 3, "none": None' if rest else ""
-        rest += ', "best": h.argmax(-1)' if rest and self.exact else ""
+        rest += ', "best": y.argmax(-1)' if rest and self.exact else ""
         added = [PIECES[layer.kind].adds.format(k=k, of=layer.of) for k, layer in self._numbered]
         loss = " + ".join(["F.mse_loss(h.double(), y.double())", *filter(None, added)])
         made += [
