@@ -101,6 +101,18 @@ def global_hooks() -> list[Any]:
     return [hook for table in tables for hook in table.values()]
 
 
+def traced_model() -> torch.nn.Module | None:
+    """The model whose call is being traced: the first module among the arguments of its code."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    code, given = output.root_tx.f_code, output.local_scope
+    many = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:1]
+    rest: Any = given.get(many[0], ()) if many and code.co_flags & inspect.CO_VARARGS else ()
+    values = [*(given.get(name) for name in code.co_varnames[: code.co_argcount]), *rest]
+    return next((v for v in values if isinstance(v, torch.nn.Module)), None)
+
+
 def argument_names() -> tuple[dict[str, Sequence[str]], str]:
     """What wrappers of a forward hide: names of what its `*args` are, and the name of `**kwargs`.
 
@@ -124,7 +136,7 @@ def argument_names() -> tuple[dict[str, Sequence[str]], str]:
     before = [given.get(name) for name in code.co_varnames[: code.co_argcount]]
     rest: Any = given.get(many, ())
     values = [*before, *rest]
-    module = next((v for v in values if isinstance(v, torch.nn.Module)), None)
+    module = traced_model()
     if module is None:
         return {}, named
     names = [
@@ -206,6 +218,39 @@ def changed_values() -> list[str]:
     return found
 
 
+def changed_objects() -> list[tuple[str, Any]]:
+    """Lists, dicts, sets and other objects of Python that the call being traced changes.
+
+    Not what is an input's, nor modules, nor their tables of buffers and parameters.
+
+    Returns:
+        Where it is, such as "self.losses", and the object, which is changed after the graph runs.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    effects: Any = output.side_effects
+    held = {id(one): one for one in effects.keepalive}
+    found = []
+    for key, one in effects.id_to_variable.items():
+        if key in held and "NNModule" not in type(one).__name__:
+            where = _changed_at(one, effects, output.local_scope)
+            found += [(where, held[key])] if where else []
+    return found
+
+
+def _changed_at(one: Any, effects: Any, scope: dict[str, Any]) -> str:
+    """Where an object is that the call being traced changes; "" if it does not, or made it."""
+    if one.source is None or not effects.is_modified(one) or _is_input(one.source, scope):
+        return ""
+    try:
+        where = _in_words(one.source)
+    except NotImplementedError:  # made by the call itself
+        return ""
+    # `attribute_stores` has these tables.
+    return "" if "._buffers" in where or "._parameters" in where else where
+
+
 def kept_tensors() -> list[tuple[str, str]]:
     """Tensors that the call being traced leaves in lists, dicts and other objects of its module.
 
@@ -227,16 +272,9 @@ def kept_tensors() -> list[tuple[str, str]]:
                 found.setdefault(node, (where, node))
 
     for one in effects.id_to_variable.values():
-        if one.source is None or not effects.is_modified(one):
+        where = _changed_at(one, effects, output.local_scope)
+        if not where:
             continue
-        if _is_input(one.source, output.local_scope):
-            continue
-        try:
-            where = _in_words(one.source)
-        except NotImplementedError:  # made by the call itself
-            continue
-        if "._buffers" in where or "._parameters" in where:
-            continue  # `attribute_stores` has these
         keep(one, where)
         for name, value in effects.store_attr_mutations.get(one, {}).items():
             if "NNModule" not in type(one).__name__ or not value.is_tensor():

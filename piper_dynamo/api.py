@@ -20,6 +20,7 @@ from piper_dynamo.options import Options, OptionsByLine
 from piper_dynamo.pending import settle, settle_bare
 from piper_dynamo.plan_checks import refuse_unsupported
 from piper_dynamo.planning import Plan, split_of
+from piper_dynamo.restoring import unchanged
 from piper_dynamo.runtime.world import communicator
 from piper_dynamo.state import stand_in
 from piper_dynamo.step import Session, StandIn, session
@@ -186,7 +187,7 @@ def stood_for(
         lambda v: stand_in(v, device) if isinstance(v, torch.Tensor) and v.is_meta else v,
         (args, kwargs),
     )
-    with _stood_for(model, device), _unchanged(model):
+    with _stood_for(model, device), unchanged(model):
         yield args, kwargs
 
 
@@ -237,35 +238,29 @@ def _options(strategy: Strategy, options: Mapping[str, Any]) -> OptionsByLine:
 @resting_collector()
 def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the step in a session, first to see the output's structure, then to plan."""
-    module = module_of(step)
     dynamo.capture_more()
     for value in tree_leaves((args, kwargs)):
         # Also of arguments that are used only for their size, which no graph input shows.
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > 1:
             compat.weakly_mark_dynamic(value, 0)
     now.probe = True
-    with _unchanged(module):
-        output = _guarded(step, args, kwargs)
+    output = _visited(step, now, args, kwargs)
     now.probe = False
     strategy = now.steps[-1].strategy if now.steps else None
     wanted = strategy.loss if strategy is not None else None
     now.paths = dict(output_paths(output))
     if wanted is not None:
         now.loss = loss_index(output, wanted)
-    with _unchanged(module):
-        _guarded(step, args, kwargs)
+    _visited(step, now, args, kwargs)
 
 
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Looking at a model runs nothing: what its forward assigns to attributes is taken back."""
-    kept = [(held, dict(held)) for m in module.modules() for held in (m.__dict__, m._buffers)]
-    try:
-        yield
-    finally:
-        for held, before in kept:
-            held.clear()
-            held.update(before)
+def _visited(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the step; nothing of what the call does to the model's and others' objects is left."""
+    with unchanged(module_of(step)):
+        try:
+            return _guarded(step, args, kwargs)
+        finally:
+            now.kept.restore()
 
 
 def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,13 +23,14 @@ from piper_dynamo.ir.alias import called
 from piper_dynamo.ir.joint import Arg, ArgKind
 from piper_dynamo.ir.spec import user_line
 from piper_dynamo.lowering.aten import drop_stand_ins
+from piper_dynamo.naming import name_modules
 from piper_dynamo.options import FUSED, TUNED, Options
 from piper_dynamo.passes.split import data_dims
 from piper_dynamo.pending import source_of
 from piper_dynamo.plan_checks import refuse_unsupported
 from piper_dynamo.planning import split_of
 from piper_dynamo.step import CompiledStep
-from piper_dynamo.stores import take_stores
+from piper_dynamo.stores import Effects, take_effects
 from piper_dynamo.tagging import tag_by_path
 
 
@@ -55,22 +56,20 @@ def piper(
         return _one_device(gm, list(example_inputs), chosen)
     split = split_of(chosen.strategy)
     refuse_unsupported(chosen.strategy, split)
-    args, stores = read_call(gm, example_inputs)
+    args, effects = read_call(gm, example_inputs)
     if chosen.strategy.regions:
         tag_by_path(gm, chosen.strategy.regions)
     dims = data_dims(args, split)
     if split.num_microbatches > 1:
         make_batch_symbolic(gm, args, example_inputs, dims)
-    return CompiledStep(gm, args, chosen, training=is_training(args), stores=stores)
+    return CompiledStep(gm, args, chosen, training=is_training(args), effects=effects)
 
 
-def read_call(
-    gm: fx.GraphModule, example_inputs: Sequence[Any]
-) -> tuple[tuple[Arg, ...], dict[int, int]]:
+def read_call(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[tuple[Arg, ...], Effects]:
     """Make Dynamo's graph the whole of a call that a strategy can be applied to.
 
     Returns:
-        Its arguments; which of them outputs stand for that forward assigns to buffers.
+        Its arguments, and what it does beside computing.
 
     Raises:
         PiperCaptureError: It is not the whole call, or has what no strategy works with.
@@ -80,9 +79,10 @@ def read_call(
     dynamo.guard_shared_parameters()  # the guards are made after this
     _refuse_graph_break(gm)
     _refuse_read_values(gm)
-    stores = take_stores(gm)
+    effects = take_effects(gm)
+    name_modules(gm)
     inline_regions(gm)
-    return read_args(gm, example_inputs), stores
+    return read_args(gm, example_inputs), effects
 
 
 def is_training(args: Sequence[Arg]) -> bool:

@@ -15,20 +15,20 @@ from torch import fx, nn
 from torch.fx.node import Node, map_arg
 
 from piper_dynamo import _torch_compat as compat
-from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.branches import refuse_other_sides
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.garbage import young_collector
 from piper_dynamo.ir.alias import drop_aliases, operator_name, root
 from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output, Unjoined
 from piper_dynamo.ir.spec import TensorSpec, user_line
+from piper_dynamo.naming import Names, is_module_state
 from piper_dynamo.precision import Rule, insert_casts, refuse_mixed
 
 
 def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
     """What each placeholder of Dynamo's graph is, from its source."""
     args: list[Arg] = []
-    wrapped = dynamo.argument_names()
+    names = Names()
     for position, (node, example) in enumerate(zip(_placeholders(gm.graph), examples, strict=True)):
         grapharg = node.meta.get("grapharg")
         source = grapharg.source if grapharg is not None else None
@@ -36,7 +36,7 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
             raise PiperCaptureError(
                 format_error(
                     "a float argument changes from call to call",
-                    {"argument": user_name(source, node.name, wrapped)},
+                    {"argument": names.of(source, node.name)},
                     hint="pass it as a 0-dim tensor, since numbers are part of the program; an "
                     "attribute of another model of the class: make its step by piper.compile",
                 )
@@ -45,7 +45,7 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
             args.append(
                 Arg(
                     kind=kind_of(example, source),
-                    name=user_name(source, node.name, wrapped),
+                    name=names.of(source, node.name, compat.example_of(node)),
                     position=position,
                     spec=TensorSpec.of(example),
                     requires_grad=example.requires_grad,
@@ -55,16 +55,16 @@ def read_args(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[Arg, ...]:
             args.append(
                 Arg(
                     kind=ArgKind.NUMBER,
-                    name=user_name(source, node.name, wrapped),
+                    name=names.of(source, node.name),
                     position=position,
-                    size_of=_size_of(source, wrapped),
+                    size_of=_size_of(source, names),
                 )
             )
         else:
             raise PiperCaptureError(
                 format_error(
                     f"argument of an unsupported type: {type(example).__name__}",
-                    {"argument": user_name(source, node.name, wrapped)},
+                    {"argument": names.of(source, node.name)},
                     hint="pass tensors, numbers, strings or None (in lists, tuples and dicts)",
                 )
             )
@@ -194,52 +194,6 @@ def no_loss_message(results: Sequence[Any], paths: Mapping[int, str] | None = No
     )
 
 
-# Where modules keep what they hold: no part of a user's name.
-_TABLES = ("__dict__", "_modules", "_parameters", "_buffers", "_orig_mod")
-
-
-def user_name(
-    source: Any, default: str, wrapped: tuple[Mapping[str, Sequence[str]], str] = ({}, "")
-) -> str:
-    """The user's own name for a source: `layers.0.weight` for state, `batch['tokens']` for data.
-
-    Args:
-        source: Dynamo's source.
-        default: The name of what has no source.
-        wrapped: What `*args` and `**kwargs` of a decorated forward are; see `argument_names`.
-    """
-    if source is None:
-        return default
-    parts: list[str] = []
-    is_inside = False
-    for link in reversed(compat.source_chain(source)):
-        if not is_inside and "NNModuleSource" in type(link).__name__:
-            is_inside, parts = True, parts[:1]  # whatever leads to the root: `args[0]`
-        local = getattr(link, "local_name", None) or getattr(link, "global_name", None)
-        if local is not None:
-            parts = [str(local)]
-            continue
-        index = getattr(link, "index", None)
-        member = getattr(link, "member", None)
-        if member in _TABLES or index in _TABLES:
-            continue
-        if member is not None:
-            parts.append(f".{member}")
-        elif index is not None and type(link).__name__ != "ConstDictKeySource":
-            parts.append(f".{index}" if is_module_state(link) else f"[{index!r}]")
-    if not parts:
-        return default
-    if is_module_state(source) and len(parts) > 1:
-        return "".join(parts[1:]).lstrip(".")
-    many, named = wrapped
-    if len(parts) > 1 and parts[0] == named:
-        return parts[1][2:-2] + "".join(parts[2:])  # kwargs['tokens']
-    if len(parts) > 1 and parts[0] in many:
-        known = many[parts[0]][int(parts[1][1:-1])]  # args[1]
-        return known + "".join(parts[2:]) if known else "".join(parts)
-    return "".join(parts)
-
-
 def _placeholders(graph: fx.Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
@@ -251,23 +205,10 @@ def kind_of(example: torch.Tensor, source: Any) -> ArgKind:
     return ArgKind.BUFFER if is_module_state(source) else ArgKind.DATA
 
 
-def is_module_state(source: Any) -> bool:
-    """Whether a source hangs off a module (parameter, buffer, attribute) or is a global."""
-    if source is None:
-        return False
-    for link in compat.source_chain(source):
-        kind = type(link).__name__
-        if "NNModuleSource" in kind or "ParamBuffer" in kind or kind == "GlobalSource":
-            return True
-        if getattr(link, "local_name", None) == "self":
-            return True
-    return False
-
-
-def _size_of(source: Any, wrapped: Any) -> tuple[str, int] | None:
+def _size_of(source: Any, names: Names) -> tuple[str, int] | None:
     if type(source).__name__ != "TensorPropertySource" or "SIZE" not in str(source.prop):
         return None
-    return user_name(source.base, "", wrapped), int(source.idx)
+    return names.of(source.base, ""), int(source.idx)
 
 
 def fake_args(

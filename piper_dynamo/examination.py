@@ -9,37 +9,31 @@ Signature: model, inputs -> findings with lines and remedies.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx.node import Node
 from torch.utils._pytree import tree_leaves
 
-from piper_dynamo import _torch_compat as compat
-from piper_dynamo import _torch_dynamo as dynamo
-from piper_dynamo.api import look, stood_for
+from piper_dynamo.api import look
 from piper_dynamo.backend import break_remedy, is_wait
-from piper_dynamo.capture import changed_in_place, instead_of_change, kind_of, user_name
-from piper_dynamo.changes import Changes
+from piper_dynamo.capture import changed_in_place, instead_of_change
 from piper_dynamo.errors import PiperError
-from piper_dynamo.inlining import inline_regions
-from piper_dynamo.ir.alias import call_draws, called, draws
+from piper_dynamo.ir.alias import called, draws
 from piper_dynamo.ir.joint import ArgKind
-from piper_dynamo.ir.spec import is_library, user_line
+from piper_dynamo.ir.spec import user_line
 from piper_dynamo.planning import Plan, Template, split_of
 from piper_dynamo.strategy import Place, Split, Strategy
+from piper_dynamo.survey import Survey, run_on_nothing, shown, surveyed
 from piper_dynamo.tagging import tagged
 
 GRAPH_BREAK = "graph break"  # how the refusal of one begins
 MOST = 8  # lines or names that a finding shows
 MOST_PARTS = 64  # microbatches that a batch is split into where no strategy says it
-# Dynamo's reason to cut a graph at an earlier statement than the one that it cannot resume after.
-_EARLIER = "step_unsupported"
 _SYNC_CALLS = frozenset(("cpu", "numpy", "tolist", "item", "nonzero"))
 _UNSEEN = "could not be looked at"
 
@@ -109,49 +103,6 @@ class Report:
         return "\n".join([f"{verdict}: {counts}", *map(str, self.findings)])
 
 
-@dataclass(slots=True, eq=False)  # Dynamo compares backends
-class _Survey:
-    """What the calls of a model were captured as.
-
-    Attributes:
-        inputs: The tensors that the model is given.
-        graphs: In the order of the call.
-        breaks: Why graphs end, by line.
-        is_cut: Whether a graph ends before the call does.
-        args: Name and kind of each graph's tensor arguments; the kind is None for what an earlier
-            graph, or code between, has made.
-        stopped: The user's line that raised, and what; empty where the call came to its end.
-    """
-
-    inputs: Sequence[Tensor] = ()
-    graphs: list[fx.GraphModule] = field(default_factory=list)
-    breaks: dict[str, str] = field(default_factory=dict)
-    is_cut: bool = False
-    args: dict[Node, tuple[str, ArgKind | None]] = field(default_factory=dict)
-    stopped: str = ""
-
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend: computes nothing."""
-        self.graphs.append(gm)
-        wrapped = dynamo.argument_names()
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        for node, value in zip(placeholders, inputs, strict=True):
-            if isinstance(value, Tensor):  # Dynamo forgets their sources soon
-                source = dynamo.source_of(node)
-                kind: ArgKind | None = kind_of(value, source)
-                if kind is ArgKind.DATA and not any(value is one for one in self.inputs):
-                    kind = None
-                self.args[node] = user_name(source, node.name, wrapped), kind
-        found = dynamo.graph_break_of(gm)
-        self.is_cut |= found is not None
-        if found is not None and found[0] != _EARLIER:
-            reason, where = found
-            self.breaks.setdefault(where, reason.strip().splitlines()[0])
-        inline_regions(gm)
-        outputs = compat.output_nodes(gm)
-        return lambda *values: [_zeros(node) for node in outputs]
-
-
 @dataclass(slots=True)
 class _Attempts:
     """How far capturing and planning a model came, under its strategy or a simpler one.
@@ -188,8 +139,8 @@ def doctor(
     random numbers, outputs that cannot be the loss, and batch sizes that are baked in; says what a
     fault kept it from looking for. Nothing is trained, and what is captured is not computed. Code
     around graph breaks runs, on zeros: what it changes of parameters, buffers, tensors among the
-    inputs, and attributes of modules is put back; what else it does, as to a list that a module
-    holds or to a file, is done.
+    inputs, and of modules and the lists and dicts that they hold is put back; what else it does,
+    as to a global or a file, is done.
 
     Args:
         model: The single-device model; meta models are welcome.
@@ -204,7 +155,7 @@ def doctor(
     """
     wanted = strategy or _alone(example_inputs, num_microbatches)
     looked = _looked(model, wanted, example_inputs)
-    survey = _surveyed(model, example_inputs, breaks=bool(looked.errors))
+    survey = surveyed(model, example_inputs, breaks=bool(looked.errors))
     findings, unseen = _about_graphs(survey, looked)
     told = {one.title for one in findings}  # with lines and names of their own
     for error in looked.errors:
@@ -231,7 +182,7 @@ def doctor(
     )
 
 
-def _verdict(survey: _Survey, looked: _Attempts, *, has_strategy: bool) -> str:
+def _verdict(survey: Survey, looked: _Attempts, *, has_strategy: bool) -> str:
     """What works where something is refused."""
     if survey.stopped:  # perhaps for the zeros that it was given
         return "the model is refused under a strategy"
@@ -278,68 +229,11 @@ def _looked(model: nn.Module, strategy: Strategy, example_inputs: Any) -> _Attem
         except PiperError as error:
             found.errors.append(str(error))
         except Exception as error:  # as training would end, too: torch has no way to trace this
-            found.errors.append(f"the model cannot be captured\n  why  {_shown(error)}")
+            found.errors.append(f"the model cannot be captured\n  why  {shown(error)}")
         if found.template is not None or found.break_ is not None:
             break
     found.errors = list(dict.fromkeys(found.errors))
     return found
-
-
-def _shown(error: BaseException) -> str:
-    """What was raised, in a line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> _Survey:
-    """All graphs of a call; what a break, if there may be some, leaves to Python runs."""
-    survey = _Survey()
-    dynamo.capture_more()
-    compat.raise_recompile_limit()  # at which Dynamo would leave code to Python
-    held: list[Tensor] = []
-    if breaks:  # only then does code run that may change them
-        given = [v for v in tree_leaves(example_inputs) if isinstance(v, Tensor)]
-        held = [
-            v for v in (*model.parameters(), *model.buffers(), *given) if not compat.is_on_meta(v)
-        ]
-    kept = [(one, one.detach().clone()) for one in held]
-    with (
-        torch.random.fork_rng(),
-        dynamo.skips_taken_back(),
-        stood_for(model, example_inputs) as (args, kwargs),
-    ):
-        survey.inputs = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
-        try:
-            with dynamo.numbers_are_constants():
-                torch.compile(model, backend=survey, dynamic=False)(*args, **kwargs)
-        except Exception as error:
-            # The user's own code did not like zeros: what came before that is surveyed.
-            survey.stopped = f"{_users_line(error)}  {_shown(error)}"
-    with torch.no_grad():
-        for one, value in kept:
-            if not torch.equal(one, value):
-                one.copy_(value)
-    return survey
-
-
-def _users_line(error: BaseException) -> str:
-    """The innermost line that is not a library's."""
-    last, at = error.__traceback__, "unknown line"
-    while last is not None:
-        file = last.tb_frame.f_code.co_filename
-        if not is_library(file) and file != __file__:
-            at = f"{file}:{last.tb_lineno}"
-        last = last.tb_next
-    return at
-
-
-def _zeros(node: Any) -> Any:
-    """What a node would give, without its values."""
-    value = node.meta.get("example_value") if isinstance(node, Node) else node
-    if not isinstance(value, Tensor):
-        return compat.hint_of(value) if isinstance(value, torch.SymInt) else value
-    shape = [compat.hint_of(size) for size in value.shape]
-    made = torch.zeros(shape, dtype=value.dtype, device=value.device)
-    return made.requires_grad_(value.requires_grad)
 
 
 def _fault(title: str, where: Sequence[str], remedy: str = "") -> Finding:
@@ -347,7 +241,7 @@ def _fault(title: str, where: Sequence[str], remedy: str = "") -> Finding:
 
 
 def _unseen(
-    survey: _Survey, looked: _Attempts, used: AbstractSet[str] | None, *, has_strategy: bool
+    survey: Survey, looked: _Attempts, used: AbstractSet[str] | None, *, has_strategy: bool
 ) -> list[str]:
     """What a fault kept from being looked for."""
     found = []
@@ -377,7 +271,7 @@ def _place(error: str) -> str:
     return _details(error).get("at", "").strip()
 
 
-def _about_breaks(survey: _Survey, error: str) -> list[Finding]:
+def _about_breaks(survey: Survey, error: str) -> list[Finding]:
     """Graph breaks, those by which the host waits for values apart."""
     found = dict(survey.breaks)
     if at := _place(error):  # worded more fully than the survey's
@@ -444,7 +338,7 @@ def _about_buffers(names: Sequence[str]) -> list[Finding]:
     return [Finding(severity=Severity.NOTE, title=title, where=tuple(names))]
 
 
-def _about_graphs(survey: _Survey, looked: _Attempts) -> tuple[list[Finding], list[str]]:
+def _about_graphs(survey: Survey, looked: _Attempts) -> tuple[list[Finding], list[str]]:
     """What the graphs of the survey show, and what could not be run to see it.
 
     What they change, and the random numbers that they draw, is known better where a microbatch was
@@ -469,9 +363,9 @@ def _about_graphs(survey: _Survey, looked: _Attempts) -> tuple[list[Finding], li
     buffers: list[str] = []
     for gm in survey.graphs:
         try:
-            seen = _run_on_nothing(gm)
+            seen = run_on_nothing(gm)
         except Exception as error:
-            unseen.append(f"what a graph changes, which cannot be run: {_shown(error)}")
+            unseen.append(f"what a graph changes, which cannot be run: {shown(error)}")
             continue
         lines += [user_line(node) for node in seen.drawing]
         for node, line in seen.arguments_changed().items():
@@ -483,45 +377,6 @@ def _about_graphs(survey: _Survey, looked: _Attempts) -> tuple[list[Finding], li
                 findings.append(_fault(title, [line], instead_of_change(kind)))
     findings += [*_about_random(lines), *_about_buffers(list(dict.fromkeys(buffers)))]
     return findings, unseen
-
-
-class _Run(Changes):
-    """A graph run on fake tensors.
-
-    Attributes:
-        drawing: The calls that draw random numbers.
-    """
-
-    def __init__(self, gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> None:
-        self.drawing: dict[Node, None] = {}
-        super().__init__(gm, fakes, mode)
-
-    def run_node(self, n: Node) -> Any:
-        """See `fx.Interpreter`."""
-
-        def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if call_draws(func, args, kwargs):
-                self.drawing[n] = None
-            return func(*args, **kwargs)
-
-        with compat.DispatchMode(take, higher_order=True):
-            return super().run_node(n)
-
-    def arguments_changed(self) -> dict[Node, str]:
-        """Arguments that the graph changes, and the user's line that does it."""
-        found: dict[Node, str] = {}
-        for node in self.graph.nodes:
-            for value in self.changed_by(node):
-                if value.op == "placeholder":
-                    found.setdefault(value, user_line(node))
-        return found
-
-
-def _run_on_nothing(gm: fx.GraphModule) -> _Run:
-    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-    with mode:
-        fakes = [_zeros(node) for node in gm.graph.find_nodes(op="placeholder")]
-    return _Run(gm, fakes, mode)
 
 
 def _waits(node: Node) -> bool:
@@ -541,7 +396,7 @@ def _device_type(node: Node) -> str:
     return value.device.type if isinstance(value, Tensor) else ""
 
 
-def _used(survey: _Survey, looked: _Attempts) -> set[str] | None:
+def _used(survey: Survey, looked: _Attempts) -> set[str] | None:
     """Names of the parameters that ranks hold, or that the one graph of a call reads.
 
     None where that is not known: some may be read between graphs, or by what Python runs alone.

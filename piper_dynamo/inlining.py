@@ -14,12 +14,11 @@ from torch import fx
 from torch.fx.node import Node, map_arg
 
 from piper_dynamo import _torch_dynamo as dynamo
-from piper_dynamo.capture import is_module_state, user_name
 from piper_dynamo.ir.alias import operator_name
 from piper_dynamo.ir.joint import ENTRY
-from piper_dynamo.ir.spec import module_paths
+from piper_dynamo.ir.spec import ROOT, paths_in
+from piper_dynamo.naming import is_module_state, user_name
 
-ROOT = "L['self']"
 _NEXT = 2**32  # annotations without an index are numbered anew in every call
 
 
@@ -98,8 +97,7 @@ def _stack(node: Node, call: Node, moved: Mapping[str, str]) -> dict[str, Any]:
     """The modules that an operator is in, of this call; the call's own where they are unknown."""
     stack = node.meta.get("nn_module_stack") or {}
     found: dict[str, Any] = {}
-    paths = module_paths(node)[-len(stack) :] if stack else []
-    for (key, (_, kind)), path in zip(stack.items(), paths, strict=True):
+    for (key, (_, kind)), path in zip(stack.items(), paths_in(stack), strict=True):
         parts = path.split(".")
         rest: list[str] = []
         while parts and ".".join(parts) not in moved:

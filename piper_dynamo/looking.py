@@ -21,6 +21,7 @@ from piper_dynamo.passes.split import data_dims
 from piper_dynamo.planning import split_of
 from piper_dynamo.seen import seen
 from piper_dynamo.step import CompiledStep, Session, current_session
+from piper_dynamo.stores import Effects
 from piper_dynamo.strategy import Split, Strategy
 from piper_dynamo.tagging import tagged
 
@@ -45,12 +46,12 @@ def to_look_at(model: nn.Module, split: Split | None) -> Any:
 def _backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    args, stores = read_call(gm, example_inputs)
+    args, effects = read_call(gm, example_inputs)
     is_symbolic = options["sliced"] is not None
     if is_symbolic:
         dims = data_dims(args, split_of(_looking()[1]))
         make_batch_symbolic(gm, args, example_inputs, dims)
-    return _Looked(gm, args, stores, is_symbolic=is_symbolic)
+    return _Looked(gm, args, effects, is_symbolic=is_symbolic)
 
 
 def _looking() -> tuple[Session, Strategy]:
@@ -69,11 +70,11 @@ class _Looked:
         self,
         gm: fx.GraphModule,
         args: tuple[Arg, ...],
-        stores: Mapping[int, int],
+        effects: Effects,
         *,
         is_symbolic: bool,
     ) -> None:
-        self._gm, self._args, self._stores = gm, args, stores
+        self._gm, self._args, self._effects = gm, args, effects
         self._training = is_training(args)
         self._fixed: set[tuple[int, int]] = set() if is_symbolic else _fixed_dims(gm, args)
 
@@ -94,7 +95,7 @@ class _Looked:
     def _step(self, now: Session, strategy: Strategy, values: Sequence[Any]) -> CompiledStep:
         assert now.options is not None
         step = CompiledStep(
-            self._gm, self._args, now.options, training=self._training, stores=self._stores
+            self._gm, self._args, now.options, training=self._training, effects=self._effects
         )
         split = split_of(strategy)
         dims = data_dims(step.call_of(values).args, split)

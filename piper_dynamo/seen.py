@@ -58,7 +58,7 @@ def seen(model: nn.Module) -> tuple[Any, ...]:
         )
         for name, tensor in named
     ]
-    plain = [value for one in model.modules() for value in _plain(one)]
+    plain = [value for one in model.modules() for value in plain_values(one)]
     everything = (*model.modules(), *plain)
     classes = {one if isinstance(one, type) else type(one): None for one in everything}
     functions = [
@@ -75,7 +75,7 @@ def _module(name: str, one: nn.Module) -> tuple[Any, ...]:
     return (name, _Same(type(one)), one.training, own, hooks)
 
 
-def _plain(module: nn.Module) -> Iterator[Any]:
+def plain_values(module: nn.Module) -> Iterator[Any]:
     """What a module holds beside parameters, buffers and modules, in lists, tuples and dicts too.
 
     Not what objects in there hold.

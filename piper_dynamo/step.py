@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,7 @@ from piper_dynamo.on_device import recorder_of, streams_of
 from piper_dynamo.options import Options
 from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
 from piper_dynamo.planning import Plan
+from piper_dynamo.restoring import Kept
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import Executor, StepResults
 from piper_dynamo.runtime.world import communicator
@@ -56,6 +57,7 @@ from piper_dynamo.state import (
     record_of,
     unjoined_output,
 )
+from piper_dynamo.stores import Effects
 from piper_dynamo.strategy import Replicate as ReplicateDirective
 
 log = logging.getLogger("piper.step")
@@ -77,11 +79,13 @@ class Session:
         plans: Their plans.
         options: Those of a call that is only looked at; None where the step has its own.
         made: The steps made of these, by what was captured.
+        kept: What calls change of Python's objects, as it was.
     """
 
     world_size: int | None
     options: Options | None = None
     made: dict[object, "CompiledStep"] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
     loss: int | None = None
     probe: bool = False
     paths: dict[int, str] = field(default_factory=dict)
@@ -138,11 +142,11 @@ class CompiledStep(CapturedStep):
         options: Options,
         *,
         training: bool,
-        stores: Mapping[int, int],
+        effects: Effects,
     ) -> None:
-        """`stores` says of outputs that forward assigns to buffers which arguments these are."""
+        """`effects` is what the call does beside computing."""
         super().__init__(gm, args, options, training=training)
-        self._stores = stores
+        self._effects = effects
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def __call__(self, *values: Any) -> Any:
@@ -424,8 +428,8 @@ class CompiledStep(CapturedStep):
             owned |= self._differentiable_outputs(state, program, results, owned, values)
         found: list[Any] = []
         for index, output in enumerate(plan.dag.outputs):
-            if index in self._stores:  # Dynamo's code assigns it: the buffer, which has changed
-                found.append(values[self._stores[index]])
+            if index in self._effects.stores:  # the buffer, which has changed and is assigned
+                found.append(values[self._effects.stores[index]])
             elif index == plan.dag.loss:
                 found.append(self._loss_value(entry, state, results, values, scale))
             elif isinstance(output.value, Unjoined):
@@ -505,6 +509,7 @@ class CompiledStep(CapturedStep):
 
     def _visit(self, now: Session, values: Sequence[Any]) -> list[Any]:
         """Plan or prepare; stand-ins for the outputs show the structure of the model's output."""
+        now.kept.add(self._effects.changed)  # Dynamo's code changes it after this
         now.steps.append(self)
         now.calls.append(self.call_of(values))
         if now.loss is not None:

@@ -3,12 +3,15 @@
 Of a registered buffer that forward reads, an assignment is a change in place: the buffer keeps its
 memory, and every microbatch sees the value that the last one left. Anything else would be a tensor
 of one microbatch that outlives the step, which is refused; so are tensors that are left in lists,
-dicts and other objects of the module, `self.losses.append(loss)`.
+dicts and other objects of the module, `self.losses.append(loss)`. Numbers that are left there are
+told: they change once in a step.
 
 Signature: Dynamo's graph of a call -> the same with the buffers changed in place.
 """
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -21,31 +24,31 @@ from piper_dynamo.ir.alias import called
 from piper_dynamo.ir.spec import user_line
 
 
-def take_stores(gm: fx.GraphModule) -> dict[int, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What a call does beside computing.
+
+    Attributes:
+        stores: The argument that each output stands for which forward assigns to a buffer.
+        changed: Lists, dicts and other objects that it changes.
+    """
+
+    stores: Mapping[int, int] = field(default_factory=dict)
+    changed: tuple[Any, ...] = ()
+
+
+def take_effects(gm: fx.GraphModule) -> Effects:
     """Make of assigned buffers changes in place.
 
     rewrite:   return (..., new)  ->  buffer.copy_(new) ; return (..., None)
     requires:  the buffer is an argument of the graph; `new` has its shape and dtype and no gradient
     keeps:     what forward computes; the caller puts the buffer itself in the place of None
 
-    Returns:
-        The argument that each such output stands for.
-
     Raises:
         PiperCaptureError: Something else is assigned.
     """
-    changed = dynamo.changed_values()
-    if changed:
-        warnings.warn(
-            f"forward assigns other values to {', '.join(changed)}: once in a step, not for each "
-            "microbatch, and the model is captured again for each value; count in a buffer, "
-            "self.count.add_(1)",
-            stacklevel=2,
-        )
     stored = dynamo.attribute_stores()
     kept = dynamo.kept_tensors()
-    if not stored and not kept:
-        return {}
     graph = gm.graph
     (end,) = graph.find_nodes(op="output")
     outputs = list(end.args[0])
@@ -78,7 +81,21 @@ def take_stores(gm: fx.GraphModule) -> dict[int, int]:
         )
     end.args = (tuple(outputs),)
     gm.recompile()
-    return found
+    return Effects(stores=found, changed=_told())
+
+
+def _told() -> tuple[Any, ...]:
+    """Objects of Python that forward changes; says what becomes of that, and of its numbers."""
+    changed = dynamo.changed_objects()
+    names = [*dynamo.changed_values(), *(where for where, _ in changed)]
+    if names:
+        warnings.warn(
+            f"forward changes {', '.join(dict.fromkeys(names))}: once in a step, not for each "
+            "microbatch, and the model is captured again where it reads another value; count in a "
+            "buffer, self.count.add_(1)",
+            stacklevel=2,
+        )
+    return tuple(one for _, one in changed)
 
 
 def _made_at(node: Node | None) -> str:

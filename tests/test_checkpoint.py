@@ -38,6 +38,7 @@ def test_a_chain_of_layouts_equals_the_unbroken_run(tmp_path: Path) -> None:
     resuming.chain(MIXED, CHAIN, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_chain_of_layouts_with_experts(tmp_path: Path) -> None:
     layouts = [shared(LINE), shared(PAIR, 1), Layout(placement=ONE, strategy=jobs.strategy(ONE, 2))]
     resuming.chain(MIXTURE, layouts, tmp_path)

@@ -151,7 +151,7 @@ def test_copies_of_experts() -> None:
     capacity.check(wanted, QUAD, 2, 2, size=2, shift=LONE)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_replicas_that_hold_all_experts(zero: int) -> None:
     """Nothing is exchanged, and each replica drops rows of its own tokens."""
     wanted = piper.Strategy(
@@ -301,6 +301,7 @@ def test_padding_does_not_poison_gradients(schedule: str, bucket_mb: float | Non
     check_normed(schedule, bucket_mb=bucket_mb)
 
 
+@pytest.mark.slow
 def test_pieces_of_experts_sum_the_gradient_of_their_rows() -> None:
     """Each product is in a bucket of its own; what leaves the experts is combined rows alone."""
     check_normed("one_f_one_b", Gated, bucket_mb=0.0001)

@@ -194,7 +194,7 @@ class Plain(Mixture):
         return torch.tanh(sent)
 
 
-@pytest.mark.parametrize("kind", [Even, Sliced, Round, Plain])
+@pytest.mark.parametrize("kind", [pytest.param(Even, marks=pytest.mark.slow), Sliced, Round, Plain])
 def test_what_treats_every_row_alike_works(kind: type[Mixture]) -> None:
     one = replicas.Case(build=kind, batch=experts.case().batch)
     ranks = replicas.run(one, PAIR, experts.strategy(PAIR, 2, "gpipe"), steps=2)

@@ -66,11 +66,12 @@ def half_of(whole: Tensor, rank: int, placement: Placement, zero: int) -> Tensor
     return replicas.shard(whole, 2, rank % 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "zero"),
     [
-        pytest.param("tied", 0, marks=pytest.mark.slow),
-        pytest.param("uneven", 1, marks=pytest.mark.slow),
+        ("tied", 0),
+        ("uneven", 1),
         ("tied", 3),
     ],
 )
@@ -89,7 +90,7 @@ def test_copies_of_shards(pool: Pool, zero: int) -> None:
     check_whole([whole for _, whole in found], want)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_experts(pool: Pool, zero: int) -> None:
     """Rows of any number, none among them, by gloo's all-to-all."""
     want = replicas.reference(experts.case(shift=(9.0, 0.0, -9.0, -9.0)))

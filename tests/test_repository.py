@@ -48,6 +48,7 @@ FACADE = frozenset(
             "programs",
             "public",
             "step",
+            "survey",
             "train",
             "weights",
         ),

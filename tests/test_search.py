@@ -109,6 +109,7 @@ def test_no_bound_exceeds_any_cost(f: float, bi: float, bw: float, comm: float, 
     assert fewer.best == found.best[:top]
 
 
+@pytest.mark.slow
 def test_the_same_search_finds_the_same(everything) -> None:
     again = looked(exhaustive=True, top=10**6)
     assert again == everything

@@ -215,3 +215,41 @@ def test_recurrent_layers_are_captured(kind: Any) -> None:
     strategy = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions=REGIONS)
     subject = zoo.Subject(build=Model, batch=lambda step, replica: {"x": xin([4, 3, 4], step)})
     zoo.check(subject, strategy, steps=1)
+
+
+class Listed(nn.Module):
+    """Blocks that are registered by one name and called through a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = []
+        for k in range(4):
+            self.add_module(f"block{k}", nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double())
+            self.blocks.append(getattr(self, f"block{k}"))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x - y).square().mean()
+
+
+def test_modules_in_a_plain_list_have_their_own_names() -> None:
+    batch = rows(8, 0)
+    report = piper.doctor(Listed(), batch)
+    assert not report.findings, str(report)
+    regions = piper.auto_stages(Listed(), batch, 2)
+    assert dict(regions) == {f"block{k}": {"PP": k // 2} for k in range(4)}
+    by_pattern = {"block[01]": {"PP": 0}, "block[23]*": {"PP": 1}}
+    wanted = piper.strategies.pipeline(
+        ranks=2, num_microbatches=4, schedule="one_f_one_b", regions=by_pattern
+    )
+    plan = piper.plan(Listed(), wanted, batch)
+    assert {arg.name for arg in plan.args} == {"x", "y", *dict(Listed().named_parameters())}
+
+    def job() -> jobs.Trace:
+        batches = [rows(8, k) for k in range(jobs.STEPS)]
+        return jobs.train(piper.compile(Listed(), wanted, batches[0]), batches)
+
+    want = jobs.reference(Listed(), [rows(8, k) for k in range(jobs.STEPS)], 4)
+    jobs.compare(jobs.run_ranks(job, 2), want)

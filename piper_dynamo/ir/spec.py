@@ -1,7 +1,7 @@
 """Shape, dtype and size of a value, and where in the user's source and model a node is from."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -12,6 +12,7 @@ from torch.fx.node import Node
 _LIBRARY = re.compile(r"[/\\](piper_dynamo[/\\]moe|(site|dist)-packages[/\\]torch)[/\\]")
 # How Dynamo says that a module was found by its parent's `__getattr__`, as peft's are.
 _BY_DICT = re.compile(r"(?:\.__dict__)?(?:\._modules|\['_modules'\])\['([^']*)'\]")
+ROOT = "L['self']"  # how Dynamo calls the model
 _ROOT = re.compile(r"^[A-Za-z_]+(\[[^\]]*\])+")  # L['self'], L['args'][0]
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$')
 
@@ -136,6 +137,10 @@ def module_paths(node: Node) -> list[str]:
 
     The first is the root itself, "": Dynamo leaves it out where a decorator wraps its forward.
     """
-    stack = (node.meta.get("nn_module_stack") or {}).values()
-    found = [_BY_DICT.sub(r".\1", _ROOT.sub("", path)).lstrip(".") for path, _ in stack]
+    found = paths_in(node.meta.get("nn_module_stack") or {})
     return found if found and found[0] == "" else ["", *found]
+
+
+def paths_in(stack: Mapping[str, tuple[str, Any]]) -> list[str]:
+    """Paths of the modules in a `nn_module_stack`."""
+    return [_BY_DICT.sub(r".\1", _ROOT.sub("", path)).lstrip(".") for path, _ in stack.values()]
