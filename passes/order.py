@@ -327,7 +327,26 @@ def find_contradiction(dag: Dag) -> str:
         else "an order contradicts the dataflow or another order"
     )
     asked = _orders_of([(ordered.get(edge, ""), *(tasks[i] for i in edge)) for edge in edges])
+    again = _entered_again([tasks[i] for i in cycle])
+    if again:
+        asked["again"] = again
+        hint = (
+            "a region that runs again after another needs that one's forward first: if this is not "
+            "meant, see in plan.summary() what its pattern of regions= or annotation takes in; "
+            "with all forwards before all backwards (gpipe) it runs"
+        )
     return format_error(title, {**asked, "cycle": "\n".join(lines)}, hint=hint)
+
+
+def _entered_again(cycle: list[Node]) -> str:
+    """The forwards in a cycle of regions that a microbatch enters for another time, and where."""
+    found = [
+        f"{task.name}, part {task.name.region.visit + 1} of its region in a microbatch"
+        f"{f', from {task.where} on' if task.where else ''}"
+        for task in map(task_of, cycle)
+        if task.name is not None and task.name.which is Pass.F and task.name.region.visit
+    ]
+    return "\n".join(dict.fromkeys(found))
 
 
 def _orders_of(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:

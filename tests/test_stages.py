@@ -19,7 +19,7 @@ from piper_dynamo.ir.program import Op
 from piper_dynamo.ir.task import Pass, TaskName
 from piper_dynamo.planning import Plan
 from piper_dynamo.predict.stages import Stages, Unit, balanced, weight_of, work_of
-from tests import zoo_models
+from tests import jobs, zoo_models
 from tests.models import Stack4, rows
 from tests.test_search import Net, batch
 from tests.zoo_models import Checkpointed, ResNet, TextLSTM, Translator, UNet
@@ -422,3 +422,60 @@ def test_what_each_stage_computes_again_counts_in_each() -> None:
     assert sum(map(work_of, stages.units)) == 2 * (4 * 4 * 8 * 8 + 2 * 8 * 4 * 8)
     assert "idle" not in stages
     assert piper.auto_stages(model, x, 1).units[0][0].work == 2 * (4 * 4 * 8 * 8 + 8 * 4 * 8)
+
+
+class Looped(nn.Module):
+    """Blocks of two layers, of which all are calls of one, as in ALBERT; or not."""
+
+    def __init__(self, loops: int, *, shared: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.act = nn.GELU()  # of all layers
+        self.shared = shared
+        self.into = nn.Linear(4, 4)
+        self.a = nn.ModuleList(nn.Linear(4, 4) for _ in range(1 if shared else loops))
+        self.b = nn.ModuleList(nn.Linear(4, 4) for _ in range(1 if shared else loops))
+        self.out = nn.Linear(4, 4)
+        self.loops = loops
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.act(self.into(x))
+        for k in range(self.loops):
+            at = 0 if self.shared else k
+            h = self.act(self.b[at](self.act(self.a[at](h))))
+        return (self.out(h) - y).square().mean()
+
+
+def looped_strategy(stages: Any, ranks: int) -> piper.Strategy:
+    return piper.strategies.pipeline("one_f_one_b", ranks=ranks, num_microbatches=4, regions=stages)
+
+
+def test_an_activation_that_layers_share_is_no_stage_of_its_own() -> None:
+    """It would bring every forward back to the first stage."""
+    model, batch = Looped(3, shared=False), rows(8)
+    stages = piper.auto_stages(model, batch, 4)
+    assert "act" not in stages
+    assert {len(found) for found in stages.units} == {2}
+    plan = piper.plan(model, looped_strategy(stages, 4), batch)
+    assert all(region.visit == 0 for region in plan.dag.regions)
+
+
+def test_a_module_that_is_used_again_is_in_one_stage_with_what_is_between() -> None:
+    model, batch = Looped(3, shared=True), rows(8)
+    stages = piper.auto_stages(model, batch, 3)
+    assert stages == {"into": {"PP": 0}, "a.0": {"PP": 1}, "b.0": {"PP": 1}, "out": {"PP": 2}}
+    plan = piper.plan(model, looped_strategy(stages, 3), batch)
+    assert all(region.visit == 0 for region in plan.dag.regions)
+    text = jobs.refusal(lambda: piper.auto_stages(model, batch, 4), piper.PiperStrategyError)
+    jobs.mentions(text, "into; a.0, b.0; out", "used again", "piper.annotate")
+
+
+def test_a_deadlock_of_a_stage_that_runs_again_says_so() -> None:
+    """As patterns bring it about that match too little: `[6-11]` is one letter."""
+    model, batch = Looped(3, shared=True), rows(8)
+    regions = {"into": {"PP": 0}, "a.*": {"PP": 0}, "b.*": {"PP": 1}, "out": {"PP": 1}}
+    text = jobs.refusal(lambda: piper.plan(model, looped_strategy(regions, 2), batch))
+    jobs.mentions(text, "again", "F.PP0.MB1.v", "part 2 of its region", "test_stages.py:", "gpipe")
+    by_gpipe = piper.strategies.pipeline("gpipe", ranks=2, num_microbatches=4, regions=regions)
+    assert piper.plan(model, by_gpipe, batch).programs

@@ -39,12 +39,19 @@ class Unit:
         work: Of its operators.
         params: Bytes of the parameters that it uses, by name.
         again: Work of what each stage that uses it computes again, by operator.
+        parts: Where it stands for several modules that one stage must have: these.
     """
 
     path: str
     work: float
     params: dict[str, int]
     again: dict[int, float] = field(default_factory=dict)
+    parts: list["Unit"] = field(default_factory=list)
+
+    @property
+    def modules(self) -> list["Unit"]:
+        """The modules that it stands for."""
+        return self.parts or [self]
 
 
 class Stages(dict[str, dict[str, int]]):
@@ -159,13 +166,7 @@ def regions_of(
     """
     units = [_all_of(found)] if num_stages == 1 else units_of(found, num_stages)
     if len(units) < num_stages:
-        raise PiperStrategyError(
-            format_error(
-                f"the model cannot be cut into {num_stages} stages between modules",
-                {"modules that can be": ", ".join(one.path for one in units) or "none"},
-                hint="ask for fewer stages, or annotate them inside forward with piper.annotate",
-            )
-        )
+        raise PiperStrategyError(_cannot_be_cut(units, num_stages))
     sizes = balanced(units, num_stages, memory=memory, slack=slack)
     if sizes is None:
         raise PiperStrategyError(
@@ -179,18 +180,38 @@ def regions_of(
                 hint="ask for more stages or more memory; ZeRO shards parameters, too",
             )
         )
-    stages = Stages([units[begin:end] for begin, end in _ranges(sizes)], unit_of_work)
+    parts = [units[begin:end] for begin, end in _ranges(sizes)]
+    stages = Stages(
+        [[one for unit in part for one in unit.modules] for part in parts], unit_of_work
+    )
     if num_stages == 1:  # also what lies outside of all modules
         stages.clear()
         stages["*"] = {"PP": 0}
     return stages
 
 
+def _cannot_be_cut(units: Sequence[Unit], num_stages: int) -> str:
+    apart = {", ".join(one.path for one in unit.modules): unit for unit in units}
+    detail = {"modules that can be": "; ".join(apart) or "none"}
+    hint = "ask for fewer stages, or annotate them inside forward with piper.annotate"
+    if any(len(unit.modules) > 1 for unit in units):
+        detail["in one stage"] = "those between commas, of which one is used again after another"
+        hint = (
+            "ask for fewer stages, or annotate the calls inside forward with piper.annotate: calls "
+            "of one module may be in different stages, which then share its parameters"
+        )
+    return format_error(
+        f"the model cannot be cut into {num_stages} stages between modules", detail, hint=hint
+    )
+
+
 def units_of(found: Sequence[Operator], num_stages: int) -> list[Unit]:
     """Modules in the order in which they are first called, none with more than a stage's share.
 
     Modules that call no others stay whole however much they have. Every operator is of one unit; a
-    free one of all that use it.
+    free one of all that use it. One without parameters that is called after later ones, such as an
+    activation that all layers share, is no unit; others with all that come between are one, for a
+    forward may not come back to an earlier stage.
     """
     needs = _needs(found)
     modules: dict[str, Unit] = {}
@@ -201,19 +222,55 @@ def units_of(found: Sequence[Operator], num_stages: int) -> list[Unit]:
     share = sum(one.work for one in found) / num_stages
     small = {path for path, unit in modules.items() if work_of([unit]) <= share}
     paths = _apart([one.paths for one in found if not one.is_free], small)
-    owners: dict[int, str] = {}
-    for number, one in enumerate(found):
-        # As tags go: the innermost module counts.
-        owner = next((path for path in reversed(one.paths) if path in paths), None)
-        if owner is not None and not one.is_free:
-            owners[number] = owner
-    if not owners:
-        return []
-    units = {path: _unit(path) for path in owners.values()}
     reads = {number: one.reads for number, one in enumerate(found) if not one.is_free}
-    for number, path in joined(reads, owners).items():
-        _add(units[path], number, found, needs)
-    return list(units.values())
+    while True:
+        owners: dict[int, str] = {}
+        for number, one in enumerate(found):
+            # As tags go: the innermost module counts.
+            owner = next((path for path in reversed(one.paths) if path in paths), None)
+            if owner is not None and not one.is_free:
+                owners[number] = owner
+        if not owners:
+            return []
+        units = {path: _unit(path) for path in owners.values()}
+        owners = joined(reads, owners)
+        for number, path in owners.items():
+            _add(units[path], number, found, needs)
+        back = _back(list(units), reads, owners)
+        needless = {path for path in back if not units[path].params}
+        if not needless:
+            return _together(list(units.values()), back)
+        paths -= needless
+
+
+def _back(
+    paths: Sequence[str], reads: Mapping[int, Sequence[int]], owners: Mapping[int, str]
+) -> dict[str, int]:
+    """Modules that read what later ones make, and the place of the last of these."""
+    place = {path: k for k, path in enumerate(paths)}
+    found: dict[str, int] = {}
+    for number, path in owners.items():
+        last = max((place[owners[r]] for r in reads[number] if r in owners), default=0)
+        if last > place[path]:
+            found[path] = max(last, found.get(path, 0))
+    return found
+
+
+def _together(units: Sequence[Unit], back: Mapping[str, int]) -> list[Unit]:
+    """Units, those one of which reads what another makes, with all in between, as one."""
+    found: list[Unit] = []
+    end = 0  # of the last one
+    for k, one in enumerate(units):
+        if k >= end:
+            found.append(_unit(one.path))
+            found[-1].parts = []
+        whole = found[-1]
+        whole.work += one.work
+        whole.params |= one.params
+        whole.again |= one.again
+        whole.parts.append(one)
+        end = max(end, k + 1, back.get(one.path, k) + 1)
+    return found
 
 
 def _unit(path: str) -> Unit:
