@@ -32,6 +32,7 @@ setup(
         "piper_dynamo",
         "piper_dynamo.checkpoint",
         "piper_dynamo.debug",
+        "piper_dynamo.foreign",
         "piper_dynamo.ir",
         "piper_dynamo.kernels",
         "piper_dynamo.look",

@@ -1,0 +1,91 @@
+"""Configurations of other systems as users have them: much is written out that has no effect."""
+
+import re
+from typing import Any
+
+import pytest
+
+import piper_dynamo as piper
+from piper_dynamo.strategies import from_deepspeed, from_megatron, from_torchtitan
+
+# As users' configurations have them: what they do not use is written out, and switched off.
+OFF: dict[str, Any] = {
+    "fp16": {
+        "enabled": False,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": False, "check_grad_overflow": True},
+    "amp": {"enabled": False, "opt_level": "O1"},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "cpu_offload": False,
+    },
+    "activation_checkpointing": {
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "number_checkpoints": None,
+        "synchronize_checkpoint_boundary": False,
+        "profile": False,
+    },
+    "flops_profiler": {"enabled": False, "profile_step": 1},
+    "tensorboard": {"enabled": False, "output_path": "logs"},
+    "comms_logger": {},
+    "gradient_predivide_factor": 1.0,
+    "wall_clock_breakdown": False,
+}
+
+
+def test_what_is_switched_off_is_as_if_it_were_left_out() -> None:
+    assert from_deepspeed(OFF, world_size=2) == from_deepspeed(
+        {"zero_optimization": {"stage": 2}}, world_size=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("fp16", {**OFF["fp16"], "enabled": True}, "fp16.loss_scale=0: a loss scale is an option"),
+        ("amp", {"enabled": True}, "amp={'enabled': True}: Piper has no counterpart"),
+        ("flops_profiler", {"enabled": True}, "flops_profiler={'enabled': True}"),
+        ("activation_checkpointing", {"cpu_checkpointing": True}, "cpu_checkpointing=True: ask"),
+        (
+            "activation_checkpointing",
+            {"partition": True},
+            "activation_checkpointing.partition=True",
+        ),
+        ("train_batch_size", "auto", "train_batch_size='auto': Hugging Face"),
+        (
+            "zero_optimization",
+            {"reduce_bucket_size": "auto"},
+            "zero_optimization.reduce_bucket_size=",
+        ),
+        ("bf16", {"enabled": "auto"}, "bf16.enabled='auto': Hugging Face"),
+        ("gradient_predivide_factor", 2.0, "gradient_predivide_factor=2.0: gradients are divided"),
+    ],
+)
+def test_what_is_not_off_is_refused(where: str, value: Any, message: str) -> None:
+    with pytest.raises(piper.PiperStrategyError, match=re.escape(message)) as caught:
+        from_deepspeed({**OFF, where: value}, world_size=2)
+    assert len(str(caught.value).splitlines()) == (6 if where == "fp16" else 2)
+
+
+def test_names_may_be_those_of_the_command_line() -> None:
+    given = {"--pipeline-model-parallel-size": 2, "micro-batch-size": 2, "global_batch_size": 8}
+    assert from_megatron(given, world_size=2) == from_megatron(
+        {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 8},
+        world_size=2,
+    )
+
+
+def test_a_looped_schedule_has_as_many_stages_as_there_are_regions() -> None:
+    regions = {f"layers.{k}": {"PP": k} for k in range(6)}
+    titan = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
+    made = from_torchtitan(titan, world_size=2, local_batch_size=4, regions=regions)
+    assert [p.devices for p in made.of(piper.Place)] == [(k % 2,) for k in range(6)]
