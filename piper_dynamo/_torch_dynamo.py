@@ -19,6 +19,7 @@ from torch._dynamo import convert_frame
 from torch.utils._pytree import tree_leaves
 
 from piper_dynamo._torch_compat import is_marked_dynamic, source_name, weakly_mark_dynamic
+from piper_dynamo.ir.spec import is_library
 
 _LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
 
@@ -224,7 +225,8 @@ def changed_objects() -> list[tuple[str, Any]]:
     Not what is an input's, nor modules, nor their tables of buffers and parameters.
 
     Returns:
-        Where it is, such as "self.losses", and the object, which is changed after the graph runs.
+        Where it is, such as "self.losses", "" if it ends as it was; and the object, which is
+        changed after the graph runs.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -235,8 +237,25 @@ def changed_objects() -> list[tuple[str, Any]]:
     for key, one in effects.id_to_variable.items():
         if key in held and "NNModule" not in type(one).__name__:
             where = _changed_at(one, effects, output.local_scope)
-            found += [(where, held[key])] if where else []
+            if where:
+                found.append(("" if _ends_as(held[key], one, effects) else where, held[key]))
     return found
+
+
+def _ends_as(before: Any, one: Any, effects: Any) -> bool:
+    """Whether an object has the values again that it had before the call being traced."""
+    attributes = effects.store_attr_mutations.get(one, {})
+    held = getattr(before, "__dict__", {})
+    pairs = [(name in held, held.get(name), value) for name, value in attributes.items()]
+    if not attributes or getattr(one, "items", None) is not None:
+        pairs.append((True, before, one))
+    return all(
+        is_there
+        and value.is_python_constant()
+        and not isinstance(old, Tensor)
+        and value.as_python_constant() == old
+        for is_there, old, value in pairs
+    )
 
 
 def _changed_at(one: Any, effects: Any, scope: dict[str, Any]) -> str:
@@ -307,7 +326,9 @@ def _in_words(source: Any) -> str:
     """Where something is, as a user writes it."""
     path = source_name(source).replace("L['self']", "self")
     path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
-    return re.sub(r"^G\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"^G\['(\w+)'\]", r"\1", path)
+    # A global of another file than forward's.
+    return re.sub(r"^__import_(\w+)", lambda found: found[1].replace("_dot_", "."), path)
 
 
 def given_to_backend(step: Any) -> dict[str, Any]:
@@ -373,6 +394,7 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
-    stack = list(getattr(reason, "user_stack", ()) or ())
+    frames = list(getattr(reason, "user_stack", ()) or ())
+    stack = [frame for frame in frames if not is_library(frame.filename)] or frames
     where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
     return str(reason.reason), where

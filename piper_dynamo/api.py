@@ -1,5 +1,6 @@
 """Compile, prepare and plan: calls that look at a model without training it."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,7 @@ def compile(
     Raises:
         PiperError: The model, the strategy or the inputs are refused.
     """
+    refuse_no_model(model)
     if isinstance(strategy, Mapping):
         strategy = _of_world(strategy, communicator(options.get("timeout_s", 300.0)).world_size)
     chosen = _options(strategy, options)
@@ -110,6 +112,7 @@ def plan(
     Raises:
         PiperError: The model, the strategy or the inputs are refused, or the plan is unsafe.
     """
+    refuse_no_strategy(strategy)
     ranks = [d for p in strategy.of(Place) for d in p.devices]
     world = world_size if world_size is not None else max(ranks, default=0) + 1
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
@@ -140,6 +143,7 @@ def look(
     Raises:
         PiperError: The model, the strategy or the inputs are refused, or a plan is unsafe.
     """
+    refuse_no_model(model)
     chosen = _options(strategy, options)
     split = split_of(strategy)
     refuse_unsupported(strategy, split)
@@ -154,6 +158,49 @@ def look(
     if not now.steps:
         raise PiperCaptureError("the model computes nothing on tensors: there is nothing to plan")
     return now
+
+
+def refuse_no_model(model: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        PiperError: Says what it is.
+    """
+    if isinstance(model, nn.Module):
+        return
+    is_class = isinstance(model, type) and issubclass(model, nn.Module)
+    what = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
+    give = "an instance of it" if is_class else "an nn.Module"
+    raise PiperError(f"model is {what}; give {give}")
+
+
+def refuse_no_strategy(strategy: Any) -> None:
+    """Refuse what is no strategy.
+
+    Raises:
+        PiperError: Says what it is.
+    """
+    if not isinstance(strategy, Strategy):
+        raise PiperError(f"strategy is a {type(strategy).__name__}; give a piper.Strategy")
+
+
+def _refuse_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse inputs that forward does not take, before Dynamo calls it."""
+    try:
+        taken = inspect.signature(module.forward)
+    except ValueError:  # there is none to be read
+        return
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError as error:
+        raise PiperCaptureError(
+            format_error(
+                "forward cannot be called with these inputs",
+                {"forward": f"{type(module).__name__}.forward{taken}", "why": str(error)},
+                hint="give example_inputs as a tuple in the order of forward's arguments, or as a "
+                "dict by their names",
+            )
+        ) from None
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -228,8 +275,7 @@ def _of_world(strategies: Mapping[int, Strategy], world_size: int) -> Strategy:
 
 def _options(strategy: Strategy, options: Mapping[str, Any]) -> OptionsByLine:
     """What the backend is given."""
-    if not isinstance(strategy, Strategy):
-        raise PiperError(f"strategy is a {type(strategy).__name__}; give a piper.Strategy")
+    refuse_no_strategy(strategy)
     chosen = OptionsByLine({**options, "strategy": strategy})
     Options.of(chosen)
     return chosen
@@ -238,6 +284,7 @@ def _options(strategy: Strategy, options: Mapping[str, Any]) -> OptionsByLine:
 @resting_collector()
 def _call(step: Any, now: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the step in a session, first to see the output's structure, then to plan."""
+    _refuse_arguments(module_of(step), args, kwargs)
     dynamo.capture_more()
     for value in tree_leaves((args, kwargs)):
         # Also of arguments that are used only for their size, which no graph input shows.

@@ -174,6 +174,11 @@ _HINTS = {
         "write it as scaled_dot_product_attention with attn_mask=: what score_mod adds to scores, "
         "a mask adds, too"
     ),
+    "(lock)": (
+        "a program takes no locks; where a library takes one in a model's first call alone, as "
+        "transformers does to capture outputs, call the model once before, without a strategy"
+    ),
+    "logginglogger": "make loggers outside of forward: LOG = logging.getLogger(__name__)",
     "unsafe side effect": (
         "in a function under torch.utils.checkpoint change a buffer in place (self.count.add_(1), "
         "not self.count += 1), and anything else outside of it"

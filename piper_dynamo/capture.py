@@ -18,7 +18,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.branches import refuse_other_sides
 from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.garbage import young_collector
-from piper_dynamo.ir.alias import drop_aliases, operator_name, root
+from piper_dynamo.ir.alias import called, drop_aliases, operator_name, root
 from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output, Unjoined
 from piper_dynamo.ir.spec import TensorSpec, user_line
 from piper_dynamo.naming import Names, is_module_state
@@ -102,6 +102,7 @@ def trace(  # noqa: PLR0913
         PiperCaptureError: The graph cannot run at the microbatch's size, changes its inputs, or
             has several possible losses.
     """
+    _refuse_other_memory(gm, args)
     if num_microbatches > 1:
         refuse_other_sides(gm, batch_dims, num_microbatches)
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
@@ -131,6 +132,27 @@ def trace(  # noqa: PLR0913
     drop_aliases(graph)
     capture = _read_ends(graph, args, results, at_full, loss, mode)
     return replace(capture, computed=computed)
+
+
+def _refuse_other_memory(gm: fx.GraphModule, args: Sequence[Arg]) -> None:
+    """`x.data = ...` gives an argument other memory, of which AOTAutograd makes no graph.
+
+    Raises:
+        PiperCaptureError: Forward does so; names it and the line.
+    """
+    at = {node: arg for node, arg in zip(_placeholders(gm.graph), args, strict=True)}
+    for node in gm.graph.nodes:
+        arg = at.get(node.args[0]) if called(node) == "set_" and node.args else None
+        if arg is None:
+            continue
+        title = changed_in_place(arg.kind, arg.name)
+        hint = instead_of_change(arg.kind)
+        if arg.kind is ArgKind.BUFFER:
+            title = f"forward gives its buffer {arg.name!r} other memory"
+            hint = "change it in place: self.name.copy_(...)"
+        raise PiperCaptureError(
+            format_error(title, {"at": user_line(node) or "unknown line"}, hint=hint)
+        )
 
 
 def _refuse_graphs(graph: fx.Graph) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx.node import Node
 from torch.utils._pytree import tree_leaves
 
-from piper_dynamo.api import look
+from piper_dynamo.api import look, refuse_no_model, refuse_no_strategy
 from piper_dynamo.backend import break_remedy, is_wait
 from piper_dynamo.capture import changed_in_place, instead_of_change
 from piper_dynamo.errors import PiperError
@@ -153,6 +153,9 @@ def doctor(
     Returns:
         The findings, with lines and remedies.
     """
+    refuse_no_model(model)
+    if strategy is not None:
+        refuse_no_strategy(strategy)
     wanted = strategy or _alone(example_inputs, num_microbatches)
     looked = _looked(model, wanted, example_inputs)
     survey = surveyed(model, example_inputs, breaks=bool(looked.errors))

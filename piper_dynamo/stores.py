@@ -87,7 +87,7 @@ def take_effects(gm: fx.GraphModule) -> Effects:
 def _told() -> tuple[Any, ...]:
     """Objects of Python that forward changes; says what becomes of that, and of its numbers."""
     changed = dynamo.changed_objects()
-    names = [*dynamo.changed_values(), *(where for where, _ in changed)]
+    names = [*dynamo.changed_values(), *(where for where, _ in changed if where)]
     if names:
         warnings.warn(
             f"forward changes {', '.join(dict.fromkeys(names))}: once in a step, not for each "

@@ -29,6 +29,11 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number, of which true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def shown(value: object) -> str:
     """`value` for a message: its repr, cut where it is long."""
     return _short.repr(value)

@@ -17,9 +17,8 @@ from piper_dynamo.foreign.reading import (
     Meaning,
     Reader,
     bucket_size,
-    is_number,
 )
-from piper_dynamo.values import Faults, is_whole
+from piper_dynamo.values import Faults, is_number, is_whole
 
 _MEGATRON_LEVELS = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 

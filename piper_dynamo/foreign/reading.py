@@ -19,7 +19,7 @@ from math import inf
 from typing import Any, TypeGuard
 
 from piper_dynamo.directives import Precision
-from piper_dynamo.values import Faults, is_whole
+from piper_dynamo.values import Faults, is_number, is_whole
 
 Arguments = Mapping[str, Any]
 MIB = 2**20
@@ -140,11 +140,6 @@ def is_table(value: object) -> TypeGuard[Mapping[str, Any]]:
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether it is a list or the like."""
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number, of which true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def bucket_size(elements: object, name: str, precision: Precision | None, faults: Faults) -> float:

@@ -1,6 +1,7 @@
 """Shape, dtype and size of a value, and where in the user's source and model a node is from."""
 
 import re
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -10,6 +11,7 @@ import torch
 from torch.fx.node import Node
 
 _LIBRARY = re.compile(r"[/\\](piper_dynamo[/\\]moe|(site|dist)-packages[/\\]torch)[/\\]")
+_PYTHON = sysconfig.get_path("stdlib")
 # How Dynamo says that a module was found by its parent's `__getattr__`, as peft's are.
 _BY_DICT = re.compile(r"(?:\.__dict__)?(?:\._modules|\['_modules'\])\['([^']*)'\]")
 ROOT = "L['self']"  # how Dynamo calls the model
@@ -117,8 +119,9 @@ class Source:
 
 
 def is_library(frame: str) -> bool:
-    """Whether a stack's line is of torch, or of the vocabulary for experts."""
-    return _LIBRARY.search(frame) is not None
+    """Whether a stack's line is of torch, of Python's library, or of the vocabulary for experts."""
+    is_python = _PYTHON in frame and "-packages" not in frame
+    return is_python or _LIBRARY.search(frame) is not None
 
 
 def user_line(node: Node | None) -> str:

@@ -38,7 +38,7 @@ from piper_dynamo.schedules import SCHEDULES, Schedule, Shape, name_of
 from piper_dynamo.strategies import placement
 from piper_dynamo.strategy import LossPath, Order, Split, Strategy
 from piper_dynamo.tagging import tagged
-from piper_dynamo.values import Faults, user_line
+from piper_dynamo.values import Faults, is_number, is_whole, user_line
 
 SMALL = 48  # so many choices are all planned
 SHOW_AFTER_S = 2.0
@@ -101,8 +101,10 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
         PiperStrategyError: There is nothing to choose from.
         PiperError: The model or the inputs are refused.
     """
-    if top < 1:
+    if not is_whole(top) or top < 1:
         raise PiperStrategyError(f"search: top is {top!r}; give a number of at least 1")
+    if memory is not None and not (is_number(memory) and memory > 0):
+        raise PiperStrategyError(f"search: memory is {memory!r}; give a number of bytes")
     job = _Job(model, inputs, costs, optimizer=optimizer, loss=loss, compile=compile)
     faults = Faults("piper.search", user_line())
     names = tuple(name_of(schedule, faults) for schedule in schedules)
