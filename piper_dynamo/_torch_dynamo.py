@@ -212,9 +212,7 @@ def changed_values() -> list[str]:
         if owner.source is None or "NNModule" not in type(owner).__name__:
             continue
         for name, value in attributes.items():
-            old = vars(owner.value).get(name)
-            is_plain = isinstance(old, bool | int | float | str) and value.is_python_constant()
-            if is_plain and value.as_python_constant() != old:
+            if _is_other(vars(owner.value).get(name), value):
                 found.append(f"{_in_words(owner.source)}.{name}")
     return found
 
@@ -243,19 +241,21 @@ def changed_objects() -> list[tuple[str, Any]]:
 
 
 def _ends_as(before: Any, one: Any, effects: Any) -> bool:
-    """Whether an object has the values again that it had before the call being traced."""
+    """Whether an object's content, numbers and texts are those from before the call being traced.
+
+    An attribute that was None has its value from then on, in every call alike.
+    """
     attributes = effects.store_attr_mutations.get(one, {})
-    held = getattr(before, "__dict__", {})
-    pairs = [(name in held, held.get(name), value) for name, value in attributes.items()]
-    if not attributes or getattr(one, "items", None) is not None:
-        pairs.append((True, before, one))
-    return all(
-        is_there
-        and value.is_python_constant()
-        and not isinstance(old, Tensor)
-        and value.as_python_constant() == old
-        for is_there, old, value in pairs
-    )
+    if attributes and getattr(one, "items", None) is None:
+        held = getattr(before, "__dict__", {})
+        return not any(_is_other(held.get(name), value) for name, value in attributes.items())
+    return bool(one.is_python_constant() and one.as_python_constant() == before)
+
+
+def _is_other(old: Any, value: Any) -> bool:
+    """Whether an attribute that was a number or a text is given another one."""
+    is_plain = isinstance(old, bool | int | float | str) and value.is_python_constant()
+    return bool(is_plain and value.as_python_constant() != old)
 
 
 def _changed_at(one: Any, effects: Any, scope: dict[str, Any]) -> str:

@@ -53,6 +53,64 @@ def test_does_what_eager_does_without_a_strategy(name: str, training: bool) -> N
         observed.check(lambda: subject.calls(training=training), example.tolerance(name))
 
 
+CUT = [example.param(n, *[pytest.mark.slow] * (n != "unet")) for n in example.NAMES]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_auto_stages_cuts_it(name: str) -> None:
+    """Into two stages, under which it trains as one process does."""
+    subject, wanted = example.subject(name), example.load(name).strategy()
+    (split,) = wanted.of(piper.Split)
+    regions = piper.auto_stages(subject.build(), subject.batch(0, 0), 2)
+    assert {tags["PP"] for tags in regions.values()} == {0, 1}
+    strategy = piper.strategies.pipeline(
+        "one_f_one_b",
+        ranks=2,
+        num_microbatches=2,
+        regions=regions,
+        inputs=split.inputs,
+        loss=wanted.loss,
+    )
+    zoo.check(subject, strategy, tolerance=example.tolerance(name), optimizers=zoo.OPTIMIZERS[1:])
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_doctor_finds_no_fault(name: str) -> None:
+    """Under its own strategy; and without one, where the batch alone says how it is split."""
+    subject, wanted = example.subject(name), example.load(name).strategy()
+    report = piper.doctor(subject.build(), subject.batch(0, 0), strategy=wanted)
+    assert report.is_fine, str(report)
+    assert report.graphs == 1
+    used = {arg.name for arg in piper.plan(subject.build(), wanted, subject.batch(0, 0)).args}
+    unused = [one for one in report.findings if "does not use" in one.title]
+    assert not [name for one in unused for name in one.where if name in used], str(report)
+
+
+def fewer(inputs: Any, rows: int) -> Any:
+    """A batch of fewer rows."""
+    size = max(v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim())
+    return {
+        name: v[:rows] if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == size else v
+        for name, v in inputs.items()
+    }
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_sizes_may_change_without_a_strategy(name: str) -> None:
+    """One program for batches of any size, by Dynamo's symbols."""
+    subject = example.subject(name)
+    model = subject.build()
+    step = torch.compile(model, backend="piper", dynamic=True)
+    for rows in (8, 5, 3, 6):
+        inputs = subject.batch(0, 0)
+        given = fewer(inputs, rows) if isinstance(inputs, dict) else [v[:rows] for v in inputs]
+        found, want = (
+            example.loss_of(one(**given) if isinstance(given, dict) else one(*given))
+            for one in (step, model)
+        )
+        jobs.close(found.detach(), want.detach(), f"loss of {rows} rows", example.tolerance(name))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.dist(4)
