@@ -177,13 +177,14 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     if shard_ranks is not None and not zero:
         faults.add("shard_ranks", shard_ranks, "needs something to shard; zero is 0")
     faults.whole("expert_ranks", expert_ranks, 1)
-    faults.check()
-    if replicas % expert_ranks:
-        faults.add("expert_ranks", expert_ranks, f"must divide replicas={replicas}")
     sharers = replicas if shard_ranks is None else shard_ranks
-    if not is_whole(sharers) or sharers < 1 or replicas % sharers or sharers % expert_ranks:
-        must = f"must divide replicas={replicas}, and be a multiple of expert_ranks={expert_ranks}"
-        faults.add("shard_ranks", shard_ranks, must)
+    if is_whole(replicas) and is_whole(expert_ranks) and expert_ranks > 0:
+        if replicas % expert_ranks:
+            what = f"must divide replicas={replicas}, which share the experts"
+            faults.add("expert_ranks", expert_ranks, what)
+        elif not is_whole(sharers) or sharers < 1 or replicas % sharers or sharers % expert_ranks:
+            both = f"replicas={replicas}, and be a multiple of expert_ranks={expert_ranks}"
+            faults.add("shard_ranks", shard_ranks, f"must divide {both}")
     faults.check()
     on = placement(schedule, ranks, stages)
     name = name_of(schedule, faults)
