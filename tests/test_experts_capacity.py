@@ -166,7 +166,9 @@ def test_replicas_that_hold_all_experts(zero: int) -> None:
     capacity.check(wanted, PAIR, 2, 2, size=1, zero=zero)
 
 
-@pytest.mark.parametrize("kind", [Mixture, Even, Sliced, Round, Plain])
+@pytest.mark.parametrize(
+    "kind", [Mixture, pytest.param(Even, marks=pytest.mark.slow), Sliced, Round, Plain]
+)
 def test_room_for_all_rows_drops_none(kind: type[Mixture]) -> None:
     """Then it does not matter that there is a capacity, nor among how many ranks tokens are."""
     one = replicas.Case(build=kind, batch=experts.case().batch)
@@ -318,6 +320,7 @@ def test_pieces_of_experts_sum_the_gradient_of_their_rows() -> None:
     assert sum(str(region).startswith("PP0.EP0") for region in plan.dag.regions) == 2
 
 
+@pytest.mark.slow
 def test_masks_of_gradients_alone_are_enough_where_values_are_finite() -> None:
     check_normed("one_f_one_b", Ended)
 
@@ -395,6 +398,7 @@ def test_another_routing_does_not_compile_again() -> None:
         torch.compiler.set_stance("default")
 
 
+@pytest.mark.slow
 def test_emulated_devices_send_all_slots() -> None:
     """Tokens that the experts do not divide are no matter here."""
 

@@ -98,6 +98,7 @@ def test_experts(pool: Pool, zero: int) -> None:
     replicas.compare(found, want, LINE, zero, part=experts.part_of(2))
 
 
+@pytest.mark.slow
 def test_experts_with_a_capacity(pool: Pool) -> None:
     options = {"shift": (9.0, 0.0, -9.0, -9.0)}
     want = capacity.train(capacity.Reference(2, **options), experts.case(**options), 4)

@@ -342,6 +342,7 @@ def test_a_checkpoint_across_the_cut() -> None:
     assert (first.matmuls, second.matmuls) == (2, 2)
 
 
+@pytest.mark.slow
 def test_masks_do_not_depend_on_checkpoints() -> None:
     """Dropout in a checkpoint, in a region with a budget, or in neither: one and the same run."""
 

@@ -79,7 +79,7 @@ def on_gloo(kind: str) -> list[Tensor]:
     return first
 
 
-SLOW = ("zero 0", "zero 1", "capacity")
+SLOW = ("zero 0", "zero 1", "capacity", "complex")
 
 
 @pytest.mark.parametrize(

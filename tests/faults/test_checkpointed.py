@@ -92,6 +92,7 @@ def operators(plan: piper.Plan, rank: int, which: str) -> int:
     return sum(node.op == "call_function" for n in names for node in plan.chunks[n].graph.nodes)
 
 
+@pytest.mark.slow
 def test_masks_are_drawn_again_alike() -> None:
     """R73, with dropout: the loss and gradients of the same model without a checkpoint."""
 

@@ -82,6 +82,7 @@ def test_control_without_the_check_every_parameter_is_lost() -> None:
 # More inputs of the kind.
 
 
+@pytest.mark.slow
 def test_a_bad_row_of_an_expert_is_told_on_all_ranks() -> None:
     """Another model and layout: experts over two ranks, the bad token's expert on the other."""
 

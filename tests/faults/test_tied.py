@@ -97,6 +97,7 @@ class Ends(TiedLM):
             return nn.functional.cross_entropy(logits, labels.flatten())
 
 
+@pytest.mark.slow
 def test_both_uses_on_one_rank_are_one_copy() -> None:
     """R43, a V: one copy where both uses share a rank, and no message for it."""
     ranks = fx.run(Ends, jobs.strategy(V2, 2, "gpipe"), TiedLM.batch())
