@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 
 # So many new objects between two looks within a stage; one look goes through no others.
 OFTEN = 20_000
@@ -79,14 +80,24 @@ def young_collector() -> Iterator[None]:
 def collect() -> None:
     """End a stage: free what it made in circles, and the source lines that its traces quote.
 
-    Only objects made since the last stage are looked at (before Python 3.14), so that many stages
-    take what one does.
+    Only objects made since the last stage are looked at (before Python 3.14), and source lines read
+    since, so that many stages take what one does.
     """
     gc.collect(_YOUNG)
-    for name, entry in list(linecache.cache.items()):
+    # Every graph that was ever compiled has lines in there. What is new comes last.
+    names = list(linecache.cache)  # at once: other threads may add some
+    for name in takewhile(lambda name: name != _Lines.last, reversed(names)):
+        entry = linecache.cache.get(name, ())
         # A file's lines are read again when they are asked for; other lines have no file.
         if len(entry) > 1 and entry[1] is not None and os.path.isfile(entry[3]):
-            del linecache.cache[name]
+            linecache.cache.pop(name, None)
+    _Lines.last = next((name for name in reversed(names) if name in linecache.cache), "")
+
+
+class _Lines:
+    """The last file or graph whose source lines were looked at."""
+
+    last = ""
 
 
 class _Holes:

@@ -78,6 +78,26 @@ def test_a_stage_leaves_neither_rings_nor_source_lines():
         assert linecache.cache.pop("<cell>")
 
 
+def test_source_lines_are_looked_at_once():
+    """Those of graphs stay for good, and a process that compiles many has many."""
+    looks = []
+
+    class Entry(tuple):
+        def __len__(self):
+            looks.append(self)
+            return super().__len__()
+
+    linecache.cache["<graph>"] = Entry((3, None, ["a\n"], "<graph>"))
+    try:
+        for _ in range(3):
+            assert linecache.getline(piper_dynamo.__file__, 1)
+            collect()
+            assert piper_dynamo.__file__ not in linecache.cache
+        assert len(looks) == 1
+    finally:
+        del linecache.cache["<graph>"]
+
+
 def test_a_dropped_graph_is_gone_at_once():
     graph = fx.Graph()
     node = weakref.ref(graph.call_function(len, (graph.placeholder("x"),)))
