@@ -247,8 +247,10 @@ def _ends_as(before: Any, one: Any, effects: Any) -> bool:
     """
     attributes = effects.store_attr_mutations.get(one, {})
     if attributes and getattr(one, "items", None) is None:
-        held = getattr(before, "__dict__", {})
-        return not any(_is_other(held.get(name), value) for name, value in attributes.items())
+        held = {name: inspect.getattr_static(before, name, None) for name in attributes}
+        slots = [name for name, value in held.items() if inspect.ismemberdescriptor(value)]
+        held |= {name: getattr(before, name, None) for name in slots}
+        return not any(_is_other(held[name], value) for name, value in attributes.items())
     return bool(one.is_python_constant() and one.as_python_constant() == before)
 
 

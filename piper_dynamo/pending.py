@@ -21,6 +21,7 @@ from piper_dynamo.errors import PiperAbsentError, PiperError, PiperRuntimeError,
 from piper_dynamo.ir.joint import Arg
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.recording import View, memory_of, recipe, values
+from piper_dynamo.seen import plain_values
 from piper_dynamo.sharding import digest
 from piper_dynamo.state import METADATA, spec_of_arg
 
@@ -232,13 +233,10 @@ def _stand_in(spec: TensorSpec, requires_grad: bool, is_parameter: bool) -> Tens
 
 def _make_attributes(module: nn.Module) -> None:
     """Tensors in a module's other attributes, in lists, tuples and dicts too."""
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor) and memory_of(tensor) is not None and tensor.is_leaf:
-                made = values(View.of(tensor)).requires_grad_(tensor.requires_grad)
-                compat.swap_contents(tensor, made)
+    for tensor in plain_values(module):
+        if isinstance(tensor, Tensor) and memory_of(tensor) is not None and tensor.is_leaf:
+            made = values(View.of(tensor)).requires_grad_(tensor.requires_grad)
+            compat.swap_contents(tensor, made)
 
 
 def fill(tensor: Tensor, init: InitFn | None = None) -> bool:

@@ -7,7 +7,7 @@ first that trains.
 Signature: a model, objects that a call changes -> the same, as they were.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,40 +16,63 @@ from torch import nn
 
 from piper_dynamo.seen import plain_values
 
-# What is emptied and filled again: how.
-_FILLED: dict[type, Callable[[Any, Any], object]] = {
-    list: lambda one, before: one.extend(before),
-    deque: lambda one, before: one.extend(before),
-    set: lambda one, before: one.update(before),
-    dict: lambda one, before: one.update(before),
+
+def _fill_dict(one: Any, before: dict[Any, Any]) -> None:
+    kind = OrderedDict if isinstance(one, OrderedDict) else dict  # which has an order of its own
+    kind.clear(one)
+    for key, value in before.items():
+        kind.__setitem__(one, key, value)
+
+
+def _fill_slots(one: Any, before: dict[str, Any]) -> None:
+    for name in _slots(one):
+        if name in before:
+            object.__setattr__(one, name, before[name])
+        elif hasattr(one, name):
+            object.__delattr__(one, name)
+
+
+# How containers get their content again: not by functions of their own, which may refuse it.
+_FILLED: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    list: (list, lambda one, before: (list.clear(one), list.extend(one, before))),
+    deque: (list, lambda one, before: (deque.clear(one), deque.extend(one, before))),
+    set: (list, lambda one, before: (set.clear(one), set.update(one, before))),
+    dict: (lambda one: dict(dict.items(one)), _fill_dict),
 }
 
 
-class Kept:
-    """Objects as they were when they were first handed over.
+def _slots(one: Any) -> list[str]:
+    """Attributes that an object has without a dict."""
+    found = [vars(base).get("__slots__", ()) for base in type(one).__mro__]
+    names = [name for some in found for name in ((some,) if isinstance(some, str) else some)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
-    Attributes:
-        _contents: By identity: the object, what fills it, and what was in it.
-    """
+
+class Kept:
+    """Objects as they were when they were first handed over."""
 
     def __init__(self) -> None:
+        # By identity: the object, what fills it, and what was in it.
         self._contents: dict[int, tuple[Any, Callable[[Any, Any], object], Any]] = {}
 
     def add(self, objects: Iterable[Any]) -> None:
         """Keep what is in containers, and what attributes other objects have."""
         for one in objects:
             kind = next((kind for kind in _FILLED if isinstance(one, kind)), None)
-            own = getattr(one, "__dict__", None)
             if kind is not None:
-                before = dict(one) if kind is dict else list(one)
-                self._contents.setdefault(id(one), (one, _FILLED[kind], before))
+                copy, fill = _FILLED[kind]
+                self._contents.setdefault(id(one), (one, fill, copy(one)))
+                continue
+            own = getattr(one, "__dict__", None)
             if isinstance(own, dict):  # a class has a proxy of one
-                self._contents.setdefault(id(own), (own, _FILLED[dict], dict(own)))
+                self.add([own])
+            slots = {name: getattr(one, name) for name in _slots(one) if hasattr(one, name)}
+            if slots:
+                self._contents.setdefault(id(one), (one, _fill_slots, slots))
 
     def restore(self) -> None:
         """Put all of it back."""
         for one, fill, before in self._contents.values():
-            one.clear()
             fill(one, before)
 
 

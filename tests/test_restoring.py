@@ -19,6 +19,27 @@ LIST: list[int] = []
 TABLE: dict[str, Any] = {"calls": 0, "of": {"set": set()}}
 
 
+class Guarded(dict[str, int]):
+    """A dict whose own functions refuse what fills it again."""
+
+    def __setitem__(self, key: str, value: int) -> None:
+        if key == "a":
+            raise KeyError(key)
+        super().__setitem__(key, value)
+
+    def update(self, *_args: Any, **_named: int) -> None:
+        raise KeyError("update")
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("calls", "later")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Plain:
     """An object that is no module."""
 
@@ -46,6 +67,10 @@ class Noting(nn.Module):
         self.set = {1}
         self.plain = Plain()
         self.inside = [Plain()]
+        self.guarded = Guarded(a=1)
+        self.slotted = Slotted()
+        self.itself: list[Any] = [1]
+        self.itself.append(self.itself)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
@@ -60,7 +85,8 @@ class Noting(nn.Module):
         """A copy of all that may be changed."""
         mine = [self.calls, self.list, self.table, self.ordered, self.many, self.counts]
         more = [self.queue, self.set, vars(self.plain), vars(self.inside[0])]
-        return copy.deepcopy([*mine, *more, LIST, TABLE])
+        slots = self.slotted.calls, hasattr(self.slotted, "later"), len(self.itself)
+        return copy.deepcopy([*mine, *more, dict(self.guarded), *slots, LIST, TABLE])
 
 
 NOTES: dict[str, Callable[[Any], object]] = {
@@ -75,6 +101,9 @@ NOTES: dict[str, Callable[[Any], object]] = {
     "self.set": lambda m: m.set.add(2),
     "self.plain": lambda m: setattr(m.plain, "calls", 1),
     "self.inside[0].list": lambda m: m.inside[0].list.append(1),
+    "self.guarded": lambda m: m.guarded.__setitem__("b", 2),
+    "self.slotted": lambda m: setattr(m.slotted, "calls", m.slotted.calls + 1),
+    "self.itself": lambda m: m.itself.append(2),
     "LIST": lambda m: LIST.append(1),
     "TABLE": lambda m: TABLE.update(calls=TABLE["calls"] + 1),
     "TABLE['of']['set']": lambda m: TABLE["of"]["set"].add(1),
