@@ -6,9 +6,11 @@ The rest is in `_torch_compat.py`.
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import CodeType
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -94,6 +96,11 @@ def hooks_of(module: torch.nn.Module) -> list[tuple[Any, str, bool]]:
         for table in _HOOKS
         for key, hook in getattr(module, table).items()
     ]
+
+
+def hook_tables(module: torch.nn.Module) -> list[dict[Any, Any]]:
+    """The dicts of what is called around a module."""
+    return [getattr(module, table) for table in (*_HOOKS, *_HOW)]
 
 
 def global_hooks() -> list[Any]:
@@ -202,29 +209,25 @@ def attribute_stores() -> list[tuple[dict[str, Any] | None, str, str]]:
     return found
 
 
-def changed_values() -> list[str]:
-    """Attributes of modules to which the call being traced assigns other numbers or texts."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Change:
+    """Something of Python's that the call being traced changes, once its graph has run.
 
-    effects: Any = InstructionTranslator.current_tx().output.side_effects
-    found = []
-    for owner, attributes in effects.store_attr_mutations.items():
-        if owner.source is None or "NNModule" not in type(owner).__name__:
-            continue
-        for name, value in attributes.items():
-            if _is_other(vars(owner.value).get(name), value):
-                found.append(f"{_in_words(owner.source)}.{name}")
-    return found
+    Attributes:
+        owner: The list, dict, object, class, cell, or dict of globals.
+        names: Which attributes or globals of it; none: what it contains.
+        told: What of it has another value afterwards, as the user writes it.
+    """
+
+    owner: Any
+    names: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
-def changed_objects() -> list[tuple[str, Any]]:
-    """Lists, dicts, sets and other objects of Python that the call being traced changes.
+def changes() -> list[Change]:
+    """What the call being traced does to lists, dicts, objects, classes, closures and globals.
 
-    Not what is an input's, nor modules, nor their tables of buffers and parameters.
-
-    Returns:
-        Where it is, such as "self.losses", "" if it ends as it was; and the object, which is
-        changed after the graph runs.
+    Not to what is an input's, nor to modules' tables of buffers and parameters.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -233,31 +236,60 @@ def changed_objects() -> list[tuple[str, Any]]:
     held = {id(one): one for one in effects.keepalive}
     found = []
     for key, one in effects.id_to_variable.items():
-        if key in held and "NNModule" not in type(one).__name__:
-            where = _changed_at(one, effects, output.local_scope)
-            if where:
-                found.append(("" if _ends_as(held[key], one, effects) else where, held[key]))
+        attributes = effects.store_attr_mutations.get(one, {})
+        names = tuple(attributes)
+        if type(one).__name__ == "NewGlobalVariable":  # of the file that forward is in
+            others = _others(output.global_scope.get, attributes, effects)
+            found.append(Change(owner=output.global_scope, names=names, told=tuple(others)))
+            continue
+        if isinstance(cell := held.get(key), CellType):
+            if names:
+                others = _others(partial(_attribute, cell), attributes, effects)
+                told = [one.local_name or _in_words(one.source)] if others else []
+                found.append(Change(owner=cell, names=names, told=tuple(told)))
+            continue
+        where = _changed_at(one, effects, output.local_scope)
+        before = one.value if "NNModule" in type(one).__name__ else held.get(key)
+        if not where or before is None:
+            continue
+        others = _others(partial(_attribute, before), attributes, effects)
+        if names:
+            told = [f"{where}.{name}" for name in others]
+            found.append(Change(owner=before, names=names, told=tuple(told)))
+        if not names or getattr(one, "items", None) is not None:
+            is_same = one.is_python_constant() and one.as_python_constant() == before
+            found.append(Change(owner=before, told=() if is_same else (where,)))
     return found
 
 
-def _ends_as(before: Any, one: Any, effects: Any) -> bool:
-    """Whether an object's content, numbers and texts are those from before the call being traced.
+def _attribute(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except ValueError:  # an empty cell
+        return None
 
-    An attribute that was None has its value from then on, in every call alike.
+
+def _others(old: Callable[[str], Any], now: Mapping[str, Any], effects: Any) -> list[str]:
+    """Of attributes, by name, those that are given another value than they had.
+
+    One that was None has its value from then on, in every call alike. An object that is made anew
+    is told by its own attributes.
     """
-    attributes = effects.store_attr_mutations.get(one, {})
-    if attributes and getattr(one, "items", None) is None:
-        held = {name: inspect.getattr_static(before, name, None) for name in attributes}
-        slots = [name for name, value in held.items() if inspect.ismemberdescriptor(value)]
-        held |= {name: getattr(before, name, None) for name in slots}
-        return not any(_is_other(held[name], value) for name, value in attributes.items())
-    return bool(one.is_python_constant() and one.as_python_constant() == before)
-
-
-def _is_other(old: Any, value: Any) -> bool:
-    """Whether an attribute that was a number or a text is given another one."""
-    is_plain = isinstance(old, bool | int | float | str) and value.is_python_constant()
-    return bool(is_plain and value.as_python_constant() != old)
+    found = []
+    for name, value in now.items():
+        before = old(name)
+        if before is None or isinstance(before, Tensor | torch.nn.Module):
+            continue
+        inside = effects.store_attr_mutations.get(value, {})
+        if value.is_python_constant():
+            is_other = value.as_python_constant() != before
+        elif inside:
+            is_other = bool(_others(partial(_attribute, before), inside, effects))
+        else:
+            is_other = type(value).__name__ == "SymNodeVariable"
+        if is_other:
+            found.append(name)
+    return found
 
 
 def _changed_at(one: Any, effects: Any, scope: dict[str, Any]) -> str:
@@ -326,7 +358,7 @@ def _is_input(source: Any, scope: dict[str, Any]) -> bool:
 
 def _in_words(source: Any) -> str:
     """Where something is, as a user writes it."""
-    path = source_name(source).replace("L['self']", "self")
+    path = re.sub(r"^L\['(\w+)'\]", r"\1", source_name(source))
     path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
     path = re.sub(r"^G\['(\w+)'\]", r"\1", path)
     # A global of another file than forward's.

@@ -166,7 +166,13 @@ def refuse_no_model(model: Any) -> None:
     Raises:
         PiperError: Says what it is.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PiperError("model is TorchScript, which has no Python to capture; give its module")
     if isinstance(model, nn.Module):
+        if "_modules" not in vars(model):
+            raise PiperError(f"model is a {type(model).__name__} without super().__init__()")
+        if "_orig_mod" in model._modules:
+            raise PiperError("model is compiled already; give the module itself, model._orig_mod")
         return
     is_class = isinstance(model, type) and issubclass(model, nn.Module)
     what = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
@@ -205,6 +211,9 @@ def _refuse_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
+        other = [name for name in example_inputs if not isinstance(name, str)]
+        if other:
+            raise PiperError(f"example_inputs is a dict with {other[0]!r}; give it by name")
         return (), dict(example_inputs)
     if isinstance(example_inputs, tuple | list):
         return tuple(example_inputs), {}

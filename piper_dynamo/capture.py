@@ -455,12 +455,15 @@ def _read_ends(
         if _changed_input(desc) is not None:
             continue
         if kind == "PlainAOTOutput":
-            spec = TensorSpec.of(node.meta["val"]) if isinstance(node, Node) else None
-            if spec is None:
+            value = node.meta["val"] if isinstance(node, Node) else None
+            if not isinstance(value, torch.Tensor):  # a number is known from the run
                 outputs[desc.idx] = Output(node=None, value=at_full[desc.idx])
             else:
                 outputs[desc.idx] = _tensor_output(
-                    node.name, spec, at_full[desc.idx], is_needed=desc.idx in needed
+                    node.name,
+                    TensorSpec.of(value),
+                    at_full[desc.idx],
+                    is_needed=desc.idx in needed,
                 )
         elif kind == "GradAOTOutput":
             if isinstance(node, Node):

@@ -7,13 +7,18 @@ first that trains.
 Signature: a model, objects that a call changes -> the same, as they were.
 """
 
+import random
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from inspect import isgetsetdescriptor, ismemberdescriptor
 from typing import Any
 
 from torch import nn
 
+from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.seen import plain_values
 
 
@@ -22,14 +27,6 @@ def _fill_dict(one: Any, before: dict[Any, Any]) -> None:
     kind.clear(one)
     for key, value in before.items():
         kind.__setitem__(one, key, value)
-
-
-def _fill_slots(one: Any, before: dict[str, Any]) -> None:
-    for name in _slots(one):
-        if name in before:
-            object.__setattr__(one, name, before[name])
-        elif hasattr(one, name):
-            object.__delattr__(one, name)
 
 
 # How containers get their content again: not by functions of their own, which may refuse it.
@@ -41,48 +38,84 @@ _FILLED: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] =
 }
 
 
-def _slots(one: Any) -> list[str]:
-    """Attributes that an object has without a dict."""
-    found = [vars(base).get("__slots__", ()) for base in type(one).__mro__]
-    names = [name for some in found for name in ((some,) if isinstance(some, str) else some)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
 class Kept:
-    """Objects as they were when they were first handed over."""
+    """Things as they were when they were first handed over."""
 
     def __init__(self) -> None:
-        # By identity: the object, what fills it, and what was in it.
-        self._contents: dict[int, tuple[Any, Callable[[Any, Any], object], Any]] = {}
+        # By identity and name: the thing itself, so that it lives on, and what puts it back.
+        self._undo: dict[tuple[int, str], tuple[Any, Callable[[], object]]] = {}
 
-    def add(self, objects: Iterable[Any]) -> None:
-        """Keep what is in containers, and what attributes other objects have."""
-        for one in objects:
-            kind = next((kind for kind in _FILLED if isinstance(one, kind)), None)
-            if kind is not None:
-                copy, fill = _FILLED[kind]
-                self._contents.setdefault(id(one), (one, fill, copy(one)))
+    def add(self, changes: Iterable[dynamo.Change]) -> None:
+        """Keep what calls change, but modules, which `unchanged` has."""
+        for one in changes:
+            if isinstance(one.owner, nn.Module):
                 continue
-            own = getattr(one, "__dict__", None)
-            if isinstance(own, dict):  # a class has a proxy of one
-                self.add([own])
-            slots = {name: getattr(one, name) for name in _slots(one) if hasattr(one, name)}
-            if slots:
-                self._contents.setdefault(id(one), (one, _fill_slots, slots))
+            for name in one.names:
+                self._attribute(one.owner, name)
+            if not one.names:
+                self.content(one.owner)
+
+    def content(self, one: Any) -> None:
+        """Keep what is in a container, or the state of a random generator."""
+        if isinstance(one, random.Random):
+            self._keep(one, "", partial(one.setstate, one.getstate()))
+        kind = next((kind for kind in _FILLED if isinstance(one, kind)), None)
+        if kind is not None and (id(one), "") not in self._undo:
+            copy, fill = _FILLED[kind]
+            self._keep(one, "", partial(fill, one, copy(one)))
+
+    def _attribute(self, owner: Any, name: str) -> None:
+        """Keep an attribute, a global of a dict of globals, or the content of a closure's cell."""
+        own = _own(owner, name)
+        put: Callable[[str, Any], object]
+        drop: Callable[[str], object]
+        if isinstance(owner, dict):
+            put, drop = owner.__setitem__, owner.__delitem__
+        elif isinstance(owner, threading.local):
+            put, drop = partial(setattr, owner), partial(delattr, owner)
+        else:  # not by functions of its own, which may refuse it
+            of = type if isinstance(owner, type) else object
+            put, drop = partial(of.__setattr__, owner), partial(of.__delattr__, owner)
+        undo = partial(put, name, own[name]) if name in own else partial(_drop, owner, name, drop)
+        self._keep(owner, name, undo)
+
+    def _keep(self, one: Any, name: str, undo: Callable[[], object]) -> None:
+        self._undo.setdefault((id(one), name), (one, undo))
 
     def restore(self) -> None:
         """Put all of it back."""
-        for one, fill, before in self._contents.values():
-            fill(one, before)
+        for _, undo in self._undo.values():
+            undo()
+
+
+def _own(owner: Any, name: str) -> Mapping[str, Any]:
+    """What an object itself has under a name: in its dict, a slot or a cell; globals: as a dict."""
+    own = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    if name in own:
+        return {name: own[name]}
+    slot: Any = getattr(type(owner), name, None)
+    try:
+        is_slot = isgetsetdescriptor(slot) or ismemberdescriptor(slot)
+        return {name: slot.__get__(owner)} if is_slot else {}
+    except (AttributeError, ValueError):  # an empty slot, an empty cell
+        return {}
+
+
+def _drop(owner: Any, name: str, drop: Callable[[str], object]) -> None:
+    """Take back what was not there."""
+    if name in _own(owner, name):
+        drop(name)
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back attributes of modules, buffers, and what lists, sets and dicts of these hold."""
+    """Put back attributes of modules, buffers, hooks, and what lists, sets and dicts here hold."""
     kept = Kept()
     for module in model.modules():
-        kept.add([module.__dict__, module._buffers])
-        kept.add(one for one in plain_values(module) if isinstance(one, tuple(_FILLED)))
+        for table in (module.__dict__, module._buffers, *dynamo.hook_tables(module)):
+            kept.content(table)
+        for one in plain_values(module):
+            kept.content(one)
     try:
         yield
     finally:

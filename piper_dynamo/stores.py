@@ -30,11 +30,11 @@ class Effects:
 
     Attributes:
         stores: The argument that each output stands for which forward assigns to a buffer.
-        changed: Lists, dicts and other objects that it changes.
+        changed: What it changes of Python's objects.
     """
 
     stores: Mapping[int, int] = field(default_factory=dict)
-    changed: tuple[Any, ...] = ()
+    changed: tuple[dynamo.Change, ...] = ()
 
 
 def take_effects(gm: fx.GraphModule) -> Effects:
@@ -84,18 +84,18 @@ def take_effects(gm: fx.GraphModule) -> Effects:
     return Effects(stores=found, changed=_told())
 
 
-def _told() -> tuple[Any, ...]:
-    """Objects of Python that forward changes; says what becomes of that, and of its numbers."""
-    changed = dynamo.changed_objects()
-    names = [*dynamo.changed_values(), *(where for where, _ in changed if where)]
+def _told() -> tuple[dynamo.Change, ...]:
+    """What forward changes of Python's objects; says what becomes of that."""
+    changed = dynamo.changes()
+    names = dict.fromkeys(name for one in changed for name in one.told)
     if names:
         warnings.warn(
-            f"forward changes {', '.join(dict.fromkeys(names))}: once in a step, not for each "
+            f"forward changes {', '.join(names)}: once in a step, not for each "
             "microbatch, and the model is captured again where it reads another value; count in a "
             "buffer, self.count.add_(1)",
             stacklevel=2,
         )
-    return tuple(one for _, one in changed)
+    return tuple(changed)
 
 
 def _made_at(node: Node | None) -> str:

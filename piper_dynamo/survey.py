@@ -54,7 +54,7 @@ class Survey:
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: computes nothing."""
         self.graphs.append(gm)
-        self.kept.add(one for _, one in dynamo.changed_objects())
+        self.kept.add(dynamo.changes())
         names = Names()
         placeholders = gm.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, inputs, strict=True):
@@ -88,7 +88,9 @@ def surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> Survey:
     if breaks:  # only then does code run that may change them
         given = [v for v in tree_leaves(example_inputs) if isinstance(v, Tensor)]
         held = [
-            v for v in (*model.parameters(), *model.buffers(), *given) if not compat.is_on_meta(v)
+            v
+            for v in (*model.parameters(), *model.buffers(), *given)
+            if not compat.is_on_meta(v) and v.layout is torch.strided
         ]
     kept = [(one, one.detach().clone()) for one in held]
     with (

@@ -89,3 +89,56 @@ def test_a_looped_schedule_has_as_many_stages_as_there_are_regions() -> None:
     titan = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
     made = from_torchtitan(titan, world_size=2, local_batch_size=4, regions=regions)
     assert [p.devices for p in made.of(piper.Place)] == [(k % 2,) for k in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: from_deepspeed(
+                {"train_batch_size": 17, "gradient_accumulation_steps": 2}, world_size=4
+            ),
+            "train_batch_size=17: must be a multiple of 2 steps of accumulation x 4 replicas",
+        ),
+        (
+            lambda: from_megatron({"--micro-batch-size": 2, "micro_batch_size": 4}, world_size=1),
+            "micro_batch_size=4: is given twice",
+        ),
+        (
+            lambda: from_megatron({"num_layers_per_virtual_pipeline_stage": 2}, world_size=1),
+            "num_layers_per_virtual_pipeline_stage=2: Piper counts no layers",
+        ),
+        (
+            lambda: from_megatron({"recompute_activations": True}, world_size=1),
+            "recompute_activations=True: keep part of a region",
+        ),
+        (
+            lambda: from_megatron(
+                {
+                    "pipeline_model_parallel_size": 2,
+                    "virtual_pipeline_model_parallel_size": 2,
+                    "num_virtual_stages_per_pipeline_rank": 3,
+                },
+                world_size=2,
+            ),
+            "num_virtual_stages_per_pipeline_rank=3: is not",
+        ),
+        (
+            lambda: from_deepspeed({"zero_optimization": None}, world_size=1),
+            "zero_optimization=None: must be a dict",
+        ),
+    ],
+)
+def test_what_contradicts_itself_or_has_another_name(make: Any, message: str) -> None:
+    with pytest.raises(piper.PiperStrategyError, match=re.escape(message)):
+        make()
+
+
+def test_virtual_stages_have_two_names() -> None:
+    rest = {"pipeline_model_parallel_size": 2, "global_batch_size": 4}
+    made = [
+        from_megatron({**rest, name: 2}, world_size=2)
+        for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    ]
+    assert made[0] == made[1]
+    assert len(made[0].of(piper.Place)) == 4

@@ -51,6 +51,11 @@ LOOKS: dict[str, Callable[[Any, Any], object]] = {
         ("two", "model is a str; give an nn.Module"),
         (lambda x, y: x, "model is a function; give an nn.Module"),
         (Two, "model is the class Two; give an instance of it"),
+        (
+            torch.compile(Two(), backend="eager"),
+            "model is compiled already; give the module itself, model._orig_mod",
+        ),
+        (object.__new__(Two), "model is a Two without super().__init__()"),
     ],
 )
 def test_what_is_no_model(look: str, model: Any, message: str) -> None:
@@ -89,6 +94,9 @@ def test_doctor_says_so_too() -> None:
         (lambda: piper.auto_stages(MODEL, BATCH, 2, measure="yes"), "measure is 'yes'"),  # type: ignore[arg-type]
         (lambda: piper.search(MODEL, BATCH, 2, memory="1GB"), "memory is '1GB'"),  # type: ignore[arg-type]
         (lambda: piper.search(MODEL, BATCH, 2, top="3"), "top is '3'"),  # type: ignore[arg-type]
+        (lambda: piper.search(MODEL, BATCH, 2, zero=3), "zero is 3"),  # type: ignore[arg-type]
+        (lambda: piper.search(MODEL, BATCH, 2, schedules="gpipe"), "schedules is 'gpipe'"),
+        (lambda: piper.plan(MODEL, STRATEGY, dict(enumerate(BATCH))), "a dict with 0"),  # type: ignore[arg-type]
     ],
 )
 def test_other_arguments(call: Callable[[], object], message: str) -> None:

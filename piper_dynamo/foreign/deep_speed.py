@@ -138,6 +138,10 @@ def _microbatches(given: Mapping[str, Any], replicas: int, faults: Faults) -> in
         return 1
     if steps is None and (batch is None or micro is None):
         return 1
+    if micro is None and batch is not None and batch % (steps * replicas):
+        must = f"a multiple of {steps} steps of accumulation x {replicas} replicas"
+        faults.add("train_batch_size", batch, f"must be {must}")
+        return 1
     if steps is None:
         steps, rest = divmod(batch, micro * replicas)
         if rest or not steps:

@@ -39,6 +39,7 @@ def megatron(given: Arguments, faults: Faults, *, world_size: int) -> Meaning:
         pipeline_model_parallel_layout=None,
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
+        num_layers_per_virtual_pipeline_stage=None,
     )
     read.without_effect("overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_communication")
     read.without_effect("align_grad_reduce", "align_param_gather", "delay_grad_reduce")
@@ -56,10 +57,7 @@ def megatron(given: Arguments, faults: Faults, *, world_size: int) -> Meaning:
             f"must be a multiple of micro_batch_size={micro} x {replicas} replicas",
         )
         batch = micro * replicas
-    virtual = read.take("virtual_pipeline_model_parallel_size", None)
-    if virtual is not None and (not is_whole(virtual) or virtual < 2):
-        faults.add("virtual_pipeline_model_parallel_size", virtual, "must be at least 2, or None")
-        virtual = None
+    virtual = _megatron_virtual(read, faults)
     found: dict[str, Any] = {
         "schedule": "one_f_one_b" if virtual is None else "interleaved_1f1b",
         "ranks": ranks,
@@ -86,6 +84,22 @@ def megatron(given: Arguments, faults: Faults, *, world_size: int) -> Meaning:
         found |= {"zero": 0, "bucket_mb": None}
     read.finish()
     return Meaning(pipeline=found, precision=precision)
+
+
+def _megatron_virtual(read: Reader, faults: Faults) -> int | None:
+    """Stages of a rank, of which there are two names; None: one."""
+    found = None
+    for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
+        value = read.take(name, None)
+        if value is None:
+            continue
+        if not is_whole(value) or value < 2:
+            faults.add(name, value, "must be at least 2, or None")
+        elif found not in (None, value):
+            faults.add(name, value, f"is not virtual_pipeline_model_parallel_size={found}")
+        else:
+            found = value
+    return found
 
 
 def _megatron_level(read: Reader, faults: Faults) -> int:
@@ -132,7 +146,8 @@ def _megatron_capacity(read: Reader, faults: Faults) -> float | None:
 def _megatron_recompute(read: Reader, faults: Faults) -> float | None:
     which = read.take("recompute_granularity", None)
     method, layers = read.take("recompute_method", None), read.take("recompute_num_layers", None)
-    read.refuse("keep part of a region by a budget, recompute=0.5", recompute_modules=None)
+    part = "keep part of a region by a budget, recompute=0.5"
+    read.refuse(part, recompute_modules=None, recompute_activations=False)
     if which is None:
         for name, value in {"recompute_method": method, "recompute_num_layers": layers}.items():
             if value is not None:

@@ -51,10 +51,16 @@ class Reader:
         self._prefix = prefix
         self._known: list[str] = []
         if not isinstance(given, Mapping):
-            faults.add(prefix or "arguments", given, "must be a dict of arguments by name")
+            faults.add(
+                prefix.rstrip(".") or "arguments", given, "must be a dict of arguments by name"
+            )
             given = {}
         # As on a command line: "--micro-batch-size".
-        self._left = {_plain(name): value for name, value in given.items()}
+        self._left: dict[Any, Any] = {}
+        for name, value in given.items():
+            if (plain := _plain(name)) in self._left:
+                faults.add(f"{prefix}{name}", value, "is given twice, under two spellings")
+            self._left[plain] = value
 
     def take(self, name: str, default: Any) -> Any:
         """The argument's value, as it is."""

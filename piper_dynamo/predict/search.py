@@ -105,6 +105,12 @@ def search(  # noqa: PLR0913  (each narrows the space in its own way)
         raise PiperStrategyError(f"search: top is {top!r}; give a number of at least 1")
     if memory is not None and not (is_number(memory) and memory > 0):
         raise PiperStrategyError(f"search: memory is {memory!r}; give a number of bytes")
+    many = {"pp": pp, "microbatches": microbatches, "zero": zero, "recompute": recompute}
+    for name, values in {"schedules": schedules, **many}.items():
+        if values is not None and not (
+            isinstance(values, Sequence) and not isinstance(values, str)
+        ):
+            raise PiperStrategyError(f"search: {name} is {values!r}; give a list")
     job = _Job(model, inputs, costs, optimizer=optimizer, loss=loss, compile=compile)
     faults = Faults("piper.search", user_line())
     names = tuple(name_of(schedule, faults) for schedule in schedules)
