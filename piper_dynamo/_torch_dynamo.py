@@ -257,7 +257,7 @@ def changes() -> list[Change]:
             told = [f"{where}.{name}" for name in others]
             found.append(Change(owner=before, names=names, told=tuple(told)))
         if not names or getattr(one, "items", None) is not None:
-            is_same = one.is_python_constant() and one.as_python_constant() == before
+            is_same = one.is_python_constant() and _is_equal(one.as_python_constant(), before)
             found.append(Change(owner=before, told=() if is_same else (where,)))
     return found
 
@@ -267,6 +267,14 @@ def _attribute(owner: Any, name: str) -> Any:
         return getattr(owner, name, None)
     except ValueError:  # an empty cell
         return None
+
+
+def _is_equal(constant: Any, before: Any) -> bool:
+    """Whether a constant is what was there, which may be anything."""
+    try:
+        return bool(constant == before)
+    except (RuntimeError, ValueError):  # tensors and arrays say it of each element
+        return False
 
 
 def _others(old: Callable[[str], Any], now: Mapping[str, Any], effects: Any) -> list[str]:
@@ -282,7 +290,7 @@ def _others(old: Callable[[str], Any], now: Mapping[str, Any], effects: Any) -> 
             continue
         inside = effects.store_attr_mutations.get(value, {})
         if value.is_python_constant():
-            is_other = value.as_python_constant() != before
+            is_other = not _is_equal(value.as_python_constant(), before)
         elif inside:
             is_other = bool(_others(partial(_attribute, before), inside, effects))
         else:

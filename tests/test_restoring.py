@@ -98,6 +98,7 @@ class Noting(nn.Module):
         self.plain = Plain()
         self.inside = [Plain()]
         self.pair, self.dtype, self.again = (0,), torch.float32, Plain()
+        self.arrays: list[Any] = [torch.zeros(2)]
         self.guarded = Guarded(a=1)
         self.slotted = Slotted()
         self.itself: list[Any] = [1]
@@ -117,7 +118,8 @@ class Noting(nn.Module):
         mine = [self.calls, self.list, self.table, self.ordered, self.many, self.counts]
         more = [self.queue, self.set, vars(self.plain), vars(self.inside[0])]
         slots = self.slotted.calls, hasattr(self.slotted, "later"), len(self.itself)
-        others = self.pair, self.dtype, vars(self.again), self.classwide, Plain.made
+        arrays = [getattr(one, "shape", one) for one in self.arrays]
+        others = arrays, self.pair, self.dtype, vars(self.again), self.classwide, Plain.made
         outside = COUNT, OWN.calls, CLOSED.read(), LIST, TABLE
         return copy.deepcopy([*mine, *more, dict(self.guarded), *slots, *others, *outside])
 
@@ -132,6 +134,7 @@ NOTES: dict[str, Callable[[Any], object]] = {
     "self.counts": lambda m: m.counts.update(b=1),
     "self.queue": lambda m: m.queue.append(2),
     "self.set": lambda m: m.set.add(2),
+    "self.arrays": lambda m: m.arrays.__setitem__(0, 1),
     "self.plain": lambda m: setattr(m.plain, "calls", 1),
     "self.inside[0].list": lambda m: m.inside[0].list.append(1),
     "self.guarded": lambda m: m.guarded.__setitem__("b", 2),
