@@ -37,6 +37,15 @@ class Effects:
     changed: tuple[dynamo.Change, ...] = ()
 
 
+_ASSIGNED = (
+    "assign to registered buffers alone, values without a gradient (.detach()), "
+    "or change them in place: self.last.copy_(...); return what you want to see"
+)
+_NORMED = (
+    "in the place of torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm"
+)
+
+
 def take_effects(gm: fx.GraphModule) -> Effects:
     """Make of assigned buffers changes in place.
 
@@ -55,11 +64,13 @@ def take_effects(gm: fx.GraphModule) -> Effects:
     nodes = {node.name: node for node in graph.nodes}
     placeholders = graph.find_nodes(op="placeholder")
     found: dict[int, int] = {}
+    normed = False
     faults = {where: f"is given a tensor{_made_at(nodes.get(of))}" for where, of in kept}
     for buffers, name, of in stored:
         new = nodes.get(of)
         position = _argument(placeholders, (buffers or {}).get(name))
         fault = _fault(placeholders, position, new)
+        normed |= new is not None and "weight_norm" in called(new)
         if fault or new is None or position is None:
             faults[f"self.{name}"] = f"{fault}{_made_at(new)}"
             continue
@@ -75,8 +86,7 @@ def take_effects(gm: fx.GraphModule) -> Effects:
             format_error(
                 "forward assigns a new tensor to an attribute of the module",
                 faults,
-                hint="assign to registered buffers alone, values without a gradient (.detach()), "
-                "or change them in place: self.last.copy_(...); return what you want to see",
+                hint=_NORMED if normed else _ASSIGNED,
             )
         )
     end.args = (tuple(outputs),)

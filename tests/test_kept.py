@@ -106,3 +106,19 @@ def test_a_number_that_forward_counts_is_told() -> None:
 @pytest.mark.parametrize("keep", [emptied, counted, buffered, local])
 def test_control_what_is_no_tensor_of_the_call_may_stay(keep: Callable[..., None]) -> None:
     assert plan(keep).programs
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_the_old_weight_norm_is_refused_with_the_one_that_works() -> None:
+    def normed(how: Callable[[nn.Module], nn.Module]) -> Keeping:
+        model = Keeping(lambda module, value: None)
+        how(model.first)
+        return model
+
+    def planned(model: Keeping) -> piper.Plan:
+        return piper.plan(model, jobs.strategy(LINE2, 2), rows(4, 0), 2)
+
+    old = normed(torch.nn.utils.weight_norm)
+    text = jobs.refusal(lambda: planned(old), piper.PiperCaptureError)
+    jobs.mentions(text, "self.weight", "take torch.nn.utils.parametrizations.weight_norm")
+    assert planned(normed(torch.nn.utils.parametrizations.weight_norm)).programs
