@@ -102,6 +102,11 @@ class Shades:
             return 0.0
         return stages.index(event.tags.get("PP", 0)) / (len(stages) - 1)
 
+    def told(self) -> str:
+        """What the boxes' numbers and shades say."""
+        has_shades = any(len(stages) > 1 for stages in self.stages.values())
+        return "numbers: microbatches" + (" · darker: a rank's later stages" if has_shades else "")
+
     def color(self, event: Event) -> str:
         """The fill of an event's box."""
         return darker(LOOKS[kind_of(event)][0], self.depth(event))

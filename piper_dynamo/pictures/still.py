@@ -82,6 +82,7 @@ def plot_timeline(
         panel.frame(axis, span * scale)
         length = f"{panel.timeline.makespan * scale:.3g} {shown_unit}".strip()
         axis.set_title(f"{name} · {length}", loc="left", fontsize=10)
+        axis.set_title(panel.shades.told(), loc="right", fontsize=8)
         axis.set_xlabel(f"time ({shown_unit})" if shown_unit else "time", fontsize=8)
     _legend(figure, list(shown.values()))
     if title:
