@@ -98,7 +98,7 @@ test-models:
 			exit 2; \
 		}; \
 	done
-	$(MODELS_PY) -m pytest $(SHARED_OUT) tests/test_examples.py tests/test_zoo.py $(ARGS)
+	$(MODELS_PY) -m pytest -n $(JOBS) --dist worksteal tests/test_examples.py tests/test_zoo.py $(ARGS)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(SHARED_OUT) $(ARGS)

@@ -281,6 +281,7 @@ def unmark_dynamic() -> None:
         "_dynamo_weak_dynamic_indices",
         "_dynamo_dynamic_range",
         "_dynamo_hint_overrides",
+        "_specialize_on",
         "_has_dynamo_dim_marking",
     )
     while _marked:

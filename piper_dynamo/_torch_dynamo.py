@@ -6,6 +6,7 @@ The rest is in `_torch_compat.py`.
 import inspect
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -223,6 +224,20 @@ class Change:
     names: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
 
+    def lasting(self) -> "Callable[[], Change | None]":
+        """Gives the same later, for a program: it lets its owner go, or it would keep a model."""
+        try:
+            owner = weakref.ref(self.owner)
+        except TypeError:  # lists, dicts and cells, which hold no model
+            return lambda: self
+        names, told = self.names, self.told
+
+        def again() -> Change | None:
+            one = owner()
+            return None if one is None else Change(owner=one, names=names, told=told)
+
+        return again
+
 
 def changes() -> list[Change]:
     """What the call being traced does to lists, dicts, objects, classes, closures and globals.
@@ -273,11 +288,16 @@ def _is_equal(constant: Any, before: Any) -> bool:
     """Whether a constant is what was there, which may be anything."""
     try:
         return bool(constant == before)
-    except (RuntimeError, ValueError):  # tensors and arrays say it of each element
+    except Exception:  # tensors and arrays say it of each element, a user's class what it likes
         return False
 
 
-def _others(old: Callable[[str], Any], now: Mapping[str, Any], effects: Any) -> list[str]:
+def _others(
+    old: Callable[[str], Any],
+    now: Mapping[str, Any],
+    effects: Any,
+    above: tuple[int, ...] = (),
+) -> list[str]:
     """Of attributes, by name, those that are given another value than they had.
 
     One that was None has its value from then on, in every call alike. An object that is made anew
@@ -291,8 +311,9 @@ def _others(old: Callable[[str], Any], now: Mapping[str, Any], effects: Any) -> 
         inside = effects.store_attr_mutations.get(value, {})
         if value.is_python_constant():
             is_other = not _is_equal(value.as_python_constant(), before)
-        elif inside:
-            is_other = bool(_others(partial(_attribute, before), inside, effects))
+        elif inside and id(value) not in above:  # it may hold itself
+            within = (*above, id(value))
+            is_other = bool(_others(partial(_attribute, before), inside, effects, within))
         else:
             is_other = type(value).__name__ == "SymNodeVariable"
         if is_other:
@@ -327,7 +348,7 @@ def kept_tensors() -> list[tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
 
     def keep(held: Any, where: str) -> None:
-        for tensor in _tensors(held, ()):
+        for tensor in _tensors(held, set()):
             if tensor.source is None or _is_input(tensor.source, output.local_scope):
                 node = tensor.as_proxy().node.name
                 found.setdefault(node, (where, node))
@@ -343,17 +364,18 @@ def kept_tensors() -> list[tuple[str, str]]:
     return list(found.values())
 
 
-def _tensors(held: Any, above: tuple[int, ...]) -> list[Any]:
-    """The tensors of a container, however deep, as Dynamo's variables."""
-    if "Lazy" in type(held).__name__ or id(held) in above:  # not looked at, so not new
+def _tensors(held: Any, met: set[int]) -> list[Any]:
+    """The tensors of a container, however deep, as Dynamo's variables, but of those met before."""
+    if "Lazy" in type(held).__name__ or id(held) in met:  # not looked at, so not new
         return []
+    met.add(id(held))
     if held.is_tensor():
         return [held]
     own: dict[str, Any] = getattr(held, "__dict__", {})  # of constants, `items` is a property
     items: Any = getattr(own.get("_base_vt"), "__dict__", own).get("items", ())
     values = items.values() if isinstance(items, dict) else items
     inside = values if isinstance(items, dict | list | tuple) else ()
-    return [t for value in inside for t in _tensors(value, (*above, id(held)))]
+    return [tensor for value in inside for tensor in _tensors(value, met)]
 
 
 def _is_input(source: Any, scope: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -72,17 +73,17 @@ def prepare(step: Any, *args: Any, **kwargs: Any) -> None:
     """
     settle([module_of(step)])
     asked = dynamo.given_to_backend(step)
+    if (asked.get("options") or {}).get("strategy") is None:
+        raise PiperError(
+            "the step is not compiled with the piper backend and a strategy: "
+            "torch.compile(model, backend='piper', options={'strategy': ...})"
+        )
     if isinstance(asked.get("options"), dict):  # by reference: Dynamo compares these from now on
         asked["options"] = OptionsByLine(asked["options"])
     given = [v.device for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     settle_bare(module_of(step), given[0] if given else torch.device("cpu"))
     with session(None) as now:
         _call(step, now, args, kwargs)
-        if not now.steps:
-            raise PiperError(
-                "the step is not compiled with the piper backend and a strategy: "
-                "torch.compile(model, backend='piper', options={'strategy': ...})"
-            )
         # Releasing parameters changes what Dynamo guards on: trace again now rather than in the
         # first step.
         _call(step, now, args, kwargs)
@@ -192,8 +193,11 @@ def refuse_no_strategy(strategy: Any) -> None:
 
 def _refuse_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse inputs that forward does not take, before Dynamo calls it."""
+    is_called = type(module).__call__ is nn.Module.__call__
+    if module._forward_pre_hooks or dynamo.global_hooks() or not is_called:
+        return  # it may be given others
     try:
-        taken = inspect.signature(module.forward)
+        taken = inspect.signature(module.forward, follow_wrapped=False)
     except ValueError:  # there is none to be read
         return
     try:
@@ -384,6 +388,7 @@ def loss_index(output: Any, wanted: Any) -> int:
                 format_error(
                     f"the model's output has no {wanted!r} to be the loss",
                     {"outputs": _paths_text(output)},
+                    hint="name one of these by loss=",
                 )
             ) from error
     if not isinstance(found, StandIn):
@@ -391,6 +396,7 @@ def loss_index(output: Any, wanted: Any) -> int:
             format_error(
                 f"the output {wanted!r} is not a tensor",
                 {"outputs": _paths_text(output)},
+                hint="name one of these by loss=",
             )
         )
     return found.place
@@ -409,6 +415,8 @@ def output_paths(output: Any, prefix: str = "") -> list[tuple[int, str]]:
         items = list(output.items())
     elif isinstance(output, tuple | list):
         items = list(enumerate(output))
+    elif is_dataclass(output):
+        items = list(vars(output).items())
     paths = []
     for key, value in items:
         paths += output_paths(value, f"{prefix}.{key}" if prefix else str(key))

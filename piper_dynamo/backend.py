@@ -17,7 +17,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo import _torch_inductor as inductor
 from piper_dynamo.capture import read_args
-from piper_dynamo.errors import PiperCaptureError, PiperStrategyError, format_error
+from piper_dynamo.errors import PiperCaptureError, PiperError, PiperStrategyError, format_error
 from piper_dynamo.inlining import inline_regions
 from piper_dynamo.ir.alias import called
 from piper_dynamo.ir.joint import Arg, ArgKind
@@ -31,6 +31,7 @@ from piper_dynamo.plan_checks import refuse_unsupported
 from piper_dynamo.planning import split_of
 from piper_dynamo.step import CompiledStep
 from piper_dynamo.stores import Effects, take_effects
+from piper_dynamo.strategy import Strategy
 from piper_dynamo.tagging import tag_by_path
 
 
@@ -54,15 +55,25 @@ def piper(
     chosen = Options.of(options)
     if chosen.strategy is None:
         return _one_device(gm, list(example_inputs), chosen)
-    split = split_of(chosen.strategy)
-    refuse_unsupported(chosen.strategy, split)
+    try:
+        return _step(gm, example_inputs, chosen, chosen.strategy)
+    except PiperError:
+        compat.unmark_dynamic()  # the inputs are the user's, who may give them to others
+        raise
+
+
+def _step(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, strategy: Strategy
+) -> CompiledStep:
+    split = split_of(strategy)
+    refuse_unsupported(strategy, split)
     args, effects = read_call(gm, example_inputs)
-    if chosen.strategy.regions:
-        tag_by_path(gm, chosen.strategy.regions)
+    if strategy.regions:
+        tag_by_path(gm, strategy.regions)
     dims = data_dims(args, split)
     if split.num_microbatches > 1:
         make_batch_symbolic(gm, args, example_inputs, dims)
-    return CompiledStep(gm, args, chosen, training=is_training(args), effects=effects)
+    return CompiledStep(gm, args, options, training=is_training(args), effects=effects)
 
 
 def read_call(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[tuple[Arg, ...], Effects]:

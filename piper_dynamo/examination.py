@@ -28,8 +28,9 @@ from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.spec import user_line
 from piper_dynamo.planning import Plan, Template, split_of
 from piper_dynamo.strategy import Place, Split, Strategy
-from piper_dynamo.survey import Survey, run_on_nothing, shown, surveyed
+from piper_dynamo.survey import Survey, is_ours, run_on_nothing, shown, surveyed
 from piper_dynamo.tagging import tagged
+from piper_dynamo.values import is_whole
 
 GRAPH_BREAK = "graph break"  # how the refusal of one begins
 MOST = 8  # lines or names that a finding shows
@@ -152,11 +153,18 @@ def doctor(
 
     Returns:
         The findings, with lines and remedies.
+
+    Raises:
+        PiperError: `model` or `strategy` is none, or `num_microbatches` means nothing here.
     """
     refuse_no_model(model)
     if strategy is not None:
         refuse_no_strategy(strategy)
-    wanted = strategy or _alone(example_inputs, num_microbatches)
+        if num_microbatches is not None:
+            raise PiperError("doctor: num_microbatches is for models without a strategy; drop one")
+    elif num_microbatches is not None and not (is_whole(num_microbatches) and num_microbatches > 0):
+        raise PiperError(f"doctor: num_microbatches is {num_microbatches!r}; give a number >= 1")
+    wanted = _alone(example_inputs, num_microbatches) if strategy is None else strategy
     looked = _looked(model, wanted, example_inputs)
     survey = surveyed(model, example_inputs, breaks=bool(looked.errors))
     findings, unseen = _about_graphs(survey, looked)
@@ -232,6 +240,8 @@ def _looked(model: nn.Module, strategy: Strategy, example_inputs: Any) -> _Attem
         except PiperError as error:
             found.errors.append(str(error))
         except Exception as error:  # as training would end, too: torch has no way to trace this
+            if is_ours(error):
+                raise
             found.errors.append(f"the model cannot be captured\n  why  {shown(error)}")
         if found.template is not None or found.break_ is not None:
             break

@@ -62,7 +62,7 @@ def resting_collector() -> Iterator[None]:
 @contextmanager
 def young_collector() -> Iterator[None]:
     """Within a stage that makes much more than it leaves: look at new objects now and then."""
-    if gc.isenabled() or not _Resting.ran_before:
+    if gc.isenabled() or not (_Resting.blocks and _Resting.ran_before):
         yield
         return
     before = gc.get_threshold()

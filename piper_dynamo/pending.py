@@ -118,7 +118,8 @@ def settle(modules: Iterable[nn.Module]) -> None:
     """
     known = list(modules)
     children = {id(child) for module in known for child in module.children()}
-    taken: list[tuple[str, View]] = []
+    taken: dict[int, list[tuple[str, View]]] = {}  # by memory
+    found: list[nn.Module] = []
     for root in known:
         if id(root) in children:
             continue
@@ -128,10 +129,12 @@ def settle(modules: Iterable[nn.Module]) -> None:
                     full = f"{path}.{name}" if path else name
                     view = View.of(tensor)
                     _refuse_hooks(full, tensor)
-                    _refuse_overlap(full, view, taken)
-                    taken.append((full, view))
+                    beside = taken.setdefault(id(view.memory), [])
+                    _refuse_overlap(full, view, beside)
+                    beside.append((full, view))
                     _postpone(full, tensor, view=view, spec=view.spec)
-            _make_attributes(module)
+            found.append(module)
+    _make_attributes(found)
 
 
 def settle_bare(module: nn.Module, device: torch.device) -> None:
@@ -184,10 +187,10 @@ def _cannot_wait(name: str, why: str) -> PiperError:
 
 
 def _refuse_overlap(name: str, view: View, taken: Sequence[tuple[str, View]]) -> None:
-    """Values made apart would no longer be shared."""
+    """Values made apart would no longer be shared; `taken` are views of the same memory."""
     for other, theirs in taken:
         (first, end), (their_first, their_end) = _ends(view), _ends(theirs)
-        if theirs.memory is view.memory and first < their_end and their_first < end:
+        if first < their_end and their_first < end:
             raise PiperError(
                 format_error(
                     f"{other!r} and {name!r} are two tensors that share memory",
@@ -231,9 +234,9 @@ def _stand_in(spec: TensorSpec, requires_grad: bool, is_parameter: bool) -> Tens
     return nn.Parameter(made, requires_grad=requires_grad)
 
 
-def _make_attributes(module: nn.Module) -> None:
-    """Tensors in a module's other attributes, in lists, tuples and dicts too."""
-    for tensor in plain_values(module):
+def _make_attributes(modules: Iterable[nn.Module]) -> None:
+    """Tensors in modules' other attributes, in lists, tuples and dicts too."""
+    for tensor in plain_values(modules):
         if isinstance(tensor, Tensor) and memory_of(tensor) is not None and tensor.is_leaf:
             made = values(View.of(tensor)).requires_grad_(tensor.requires_grad)
             compat.swap_contents(tensor, made)

@@ -11,22 +11,31 @@ import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import isgetsetdescriptor, ismemberdescriptor
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from piper_dynamo import _torch_dynamo as dynamo
 from piper_dynamo.seen import plain_values
 
+_MISSING = object()
+
 
 def _fill_dict(one: Any, before: dict[Any, Any]) -> None:
+    """Only what is another is touched: other threads may be reading it."""
     kind = OrderedDict if isinstance(one, OrderedDict) else dict  # which has an order of its own
-    kind.clear(one)
+    for key in [key for key in kind.keys(one) if key not in before]:
+        kind.__delitem__(one, key)
+    if list(kind.keys(one)) != list(before):
+        kind.clear(one)
     for key, value in before.items():
-        kind.__setitem__(one, key, value)
+        if dict.get(one, key, _MISSING) is not value:
+            kind.__setitem__(one, key, value)
 
 
 # How containers get their content again: not by functions of their own, which may refuse it.
@@ -57,7 +66,7 @@ class Kept:
 
     def content(self, one: Any) -> None:
         """Keep what is in a container, or the state of a random generator."""
-        if isinstance(one, random.Random):
+        if isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
             self._keep(one, "", partial(one.setstate, one.getstate()))
         kind = next((kind for kind in _FILLED if isinstance(one, kind)), None)
         if kind is not None and (id(one), "") not in self._undo:
@@ -83,9 +92,10 @@ class Kept:
         self._undo.setdefault((id(one), name), (one, undo))
 
     def restore(self) -> None:
-        """Put all of it back."""
-        for _, undo in self._undo.values():
-            undo()
+        """Put all of it back; what cannot be hinders no other."""
+        with ExitStack() as stack:
+            for _, undo in reversed(self._undo.values()):
+                stack.callback(undo)
 
 
 def _own(owner: Any, name: str) -> Mapping[str, Any]:
@@ -109,14 +119,32 @@ def _drop(owner: Any, name: str, drop: Callable[[str], object]) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back attributes of modules, buffers, hooks, and what lists, sets and dicts here hold."""
+    """Put back attributes of modules, their parts, hooks, and what lists, sets and dicts here hold.
+
+    Not of lazy modules: they are given their shapes by whatever calls them first, for good.
+    """
     kept = Kept()
-    for module in model.modules():
-        for table in (module.__dict__, module._buffers, *dynamo.hook_tables(module)):
+    modules = [one for one in model.modules() if not isinstance(one, LazyModuleMixin)]
+    for module in modules:
+        own = module.__dict__, module._parameters, module._buffers, module._modules
+        for table in (*own, *dynamo.hook_tables(module)):
             kept.content(table)
-        for one in plain_values(module):
-            kept.content(one)
+    for one in plain_values(modules):
+        kept.content(one)
     try:
         yield
     finally:
         kept.restore()
+
+
+@contextmanager
+def same_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put back what tensors hold; needs as much memory again."""
+    kept = [(one, one.detach().clone()) for one in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one, value in kept:
+                if not torch.equal(one, value):
+                    one.copy_(value)

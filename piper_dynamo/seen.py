@@ -11,7 +11,8 @@ Dynamo's guards do not say so themselves.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,7 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo import _torch_dynamo as dynamo
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, hooks and the like
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _NONE = object()  # in None's place, which is what is left of what is gone
 
 
@@ -58,7 +60,7 @@ def seen(model: nn.Module) -> tuple[Any, ...]:
         )
         for name, tensor in named
     ]
-    plain = [value for one in model.modules() for value in plain_values(one)]
+    plain = list(plain_values(model.modules()))
     everything = (*model.modules(), *plain)
     classes = {one if isinstance(one, type) else type(one): None for one in everything}
     functions = [
@@ -75,19 +77,20 @@ def _module(name: str, one: nn.Module) -> tuple[Any, ...]:
     return (name, _Same(type(one)), one.training, own, hooks)
 
 
-def plain_values(module: nn.Module) -> Iterator[Any]:
-    """What a module holds beside parameters, buffers and modules, in lists, tuples and dicts too.
+def plain_values(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """What modules hold beside parameters, buffers and modules, in lists, tuples and dicts too.
 
-    Not what objects in there hold.
+    Not what objects in there hold. What is in a container comes once, however often that is held.
     """
-    left = [value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE]
     met = set[int]()
-    while left:
-        one = left.pop()
-        yield one
-        if isinstance(one, list | tuple | set | frozenset | dict) and id(one) not in met:
-            met.add(id(one))  # one may hold itself
-            left += one.values() if isinstance(one, dict) else one
+    for module in modules:
+        left = [value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE]
+        while left:
+            one = left.pop()
+            yield one
+            if isinstance(one, _CONTAINERS) and id(one) not in met:
+                met.add(id(one))  # one may hold itself
+                left += one.values() if isinstance(one, dict) else one
 
 
 def _functions(kind: type) -> list[tuple[Any, ...]]:

@@ -106,11 +106,11 @@ def session(
     found = Session(
         world_size=world_size, options=options, capture=capture, steps=[], calls=[], plans=[]
     )
-    _sessions.now = found
+    outer, _sessions.now = current_session(), found
     try:
         yield found
     finally:
-        _sessions.now = None
+        _sessions.now = outer
 
 
 def current_session() -> Session | None:
@@ -509,7 +509,8 @@ class CompiledStep(CapturedStep):
 
     def _visit(self, now: Session, values: Sequence[Any]) -> list[Any]:
         """Plan or prepare; stand-ins for the outputs show the structure of the model's output."""
-        now.kept.add(self._effects.changed)  # Dynamo's code changes it after this
+        changed = (one() for one in self._effects.changed)
+        now.kept.add(one for one in changed if one is not None)  # Dynamo's code does it after this
         now.steps.append(self)
         now.calls.append(self.call_of(values))
         if now.loss is not None:

@@ -10,11 +10,11 @@ Signature: Dynamo's graph of a call -> the same with the buffers changed in plac
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
@@ -30,11 +30,11 @@ class Effects:
 
     Attributes:
         stores: The argument that each output stands for which forward assigns to a buffer.
-        changed: What it changes of Python's objects.
+        changed: What it changes of Python's objects but modules, of those that are still there.
     """
 
     stores: Mapping[int, int] = field(default_factory=dict)
-    changed: tuple[dynamo.Change, ...] = ()
+    changed: tuple[Callable[[], dynamo.Change | None], ...] = ()
 
 
 _ASSIGNED = (
@@ -94,7 +94,7 @@ def take_effects(gm: fx.GraphModule) -> Effects:
     return Effects(stores=found, changed=_told())
 
 
-def _told() -> tuple[dynamo.Change, ...]:
+def _told() -> tuple[Callable[[], dynamo.Change | None], ...]:
     """What forward changes of Python's objects; says what becomes of that."""
     changed = dynamo.changes()
     names = dict.fromkeys(name for one in changed for name in one.told)
@@ -105,7 +105,7 @@ def _told() -> tuple[dynamo.Change, ...]:
             "buffer, self.count.add_(1)",
             stacklevel=2,
         )
-    return tuple(changed)
+    return tuple(one.lasting() for one in changed if not isinstance(one.owner, nn.Module))
 
 
 def _made_at(node: Node | None) -> str:

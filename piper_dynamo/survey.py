@@ -3,8 +3,11 @@
 Signature: model, inputs -> the graphs, why they end, what their arguments are.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from piper_dynamo.ir.alias import call_draws
 from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.spec import is_library, user_line
 from piper_dynamo.naming import Names
-from piper_dynamo.restoring import Kept
+from piper_dynamo.restoring import Kept, same_values
 
 # Dynamo's reason to cut a graph at an earlier statement than the one that it cannot resume after.
 _EARLIER = "step_unsupported"
@@ -79,6 +82,12 @@ def shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether it was raised by Piper's own code, which is no fault of the model."""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return Path(last.f_code.co_filename).is_relative_to(Path(__file__).parent)
+
+
 def surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> Survey:
     """All graphs of a call; what a break, if there may be some, leaves to Python runs."""
     survey = Survey()
@@ -92,12 +101,14 @@ def surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> Survey:
             for v in (*model.parameters(), *model.buffers(), *given)
             if not compat.is_on_meta(v) and v.layout is torch.strided
         ]
-    kept = [(one, one.detach().clone()) for one in held]
     with (
+        ExitStack() as at_last,
+        same_values(held),
         torch.random.fork_rng(),
         dynamo.skips_taken_back(),
         stood_for(model, example_inputs) as (args, kwargs),
     ):
+        at_last.callback(survey.kept.restore)
         survey.inputs = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         try:
             with dynamo.numbers_are_constants():
@@ -105,11 +116,6 @@ def surveyed(model: nn.Module, example_inputs: Any, *, breaks: bool) -> Survey:
         except Exception as error:
             # The user's own code did not like zeros: what came before that is surveyed.
             survey.stopped = f"{_users_line(error)}  {shown(error)}"
-    survey.kept.restore()
-    with torch.no_grad():
-        for one, value in kept:
-            if not torch.equal(one, value):
-                one.copy_(value)
     return survey
 
 
