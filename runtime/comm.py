@@ -26,6 +26,7 @@ from piper_dynamo.runtime import nccl, waiting
 from piper_dynamo.runtime.alarm import Alarm, Report
 from piper_dynamo.runtime.exchange import pack
 from piper_dynamo.runtime.faults import damaged
+from piper_dynamo.runtime.packing import packed, packs, with_rows
 from piper_dynamo.runtime.store import Store
 from piper_dynamo.runtime.waiting import At
 
@@ -33,15 +34,6 @@ POLL_S = 0.002
 STATE = "state"  # the stream of what is said about parameters outside of programs
 FOREVER_S = 1e6  # what a timedelta and gloo take for no deadline
 MOST_TAGS = 2**30  # of a group's collectives in flight, no two have one tag
-
-
-def with_rows(value: Tensor, rows: int) -> Tensor:
-    """The value with zeros below, up to so many rows; itself where it has them."""
-    if value.shape[0] == rows:
-        return value
-    padded = value.new_zeros((rows, *value.shape[1:]))
-    padded.narrow(0, 0, value.shape[0]).copy_(value)
-    return padded
 
 
 def sum_of(parts: Sequence[Tensor], given: int) -> Tensor:
@@ -258,19 +250,40 @@ class TorchCommunicator:
             )
             return [work], lambda: parcel.unpack(room)
         works: list[Any] = []
-        results = [
-            self._start_one(op, value, group, like, works)
-            for value, like in zip(values, likes, strict=True)
-        ]
-        return works, lambda: [result() for result in results]
+        ends: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
+        for places in packs(op, values):
+            some, wanted = [values[i] for i in places], [likes[i] for i in places]
+            ends.append((places, self._start_some(op, some, group, wanted, works)))
+
+        def results() -> list[Tensor]:
+            found = {i: one for places, end in ends for i, one in zip(places, end(), strict=True)}
+            return [found[i] for i in range(len(values))]
+
+        return works, results
+
+    def _start_some(
+        self,
+        op: Op,
+        values: Sequence[Tensor],
+        group: Group,
+        likes: Sequence[Any],
+        works: list[Any],
+    ) -> Callable[[], list[Tensor]]:
+        """What gives the results of values that travel together; see `_start_one`."""
+        if len(values) == 1:
+            end = self._start_one(op, values[0], group, likes[0].shape, works)
+            return lambda: [end()]
+        one, shape, unpack = packed(op, values, likes, len(group[1]))
+        end = self._start_one(op, one, group, shape, works)
+        return lambda: unpack(end())
 
     def _start_one(
-        self, op: Op, value: Tensor, group: Group, like: Any, works: list[Any]
+        self, op: Op, value: Tensor, group: Group, shape: Sequence[int], works: list[Any]
     ) -> Callable[[], Tensor]:
         """What gives the result once all that is added to `works` is done."""
         members, size = self.groups[group], len(group[1])
         if not value.numel():
-            result = value.new_zeros(like.shape)
+            result = value.new_zeros(shape)
         elif op is Op.ALL_REDUCE:
             works.append(dist.all_reduce(value, group=members, async_op=True))
             result = value
@@ -282,21 +295,19 @@ class TorchCommunicator:
                 parts[group[1].index(self.rank)].copy_(value)
             else:
                 works.append(compat.all_gather_single(whole, value, group=members, async_op=True))
-            result = whole.narrow(0, 0, like.shape[0])
+            result = whole.narrow(0, 0, shape[0])
         elif op is Op.REDUCE_SCATTER:
-            value = with_rows(value, size * like.shape[0])
+            value = with_rows(value, size * shape[0])
             if value.device.type == "cpu":
-                rows, mine = like.shape[0], group[1].index(self.rank)
+                rows, mine = shape[0], group[1].index(self.rank)
                 sent = torch.split(value, rows)
-                come = [
-                    blocks.empty(like.shape, value) if i != mine else sent[i] for i in range(size)
-                ]
+                come = [blocks.empty(shape, value) if i != mine else sent[i] for i in range(size)]
                 self._exchange(group, sent, come, works)
                 return functools.partial(sum_of, come, mine)
-            result = value.new_empty(like.shape)
+            result = value.new_empty(shape)
             works.append(start_reduce_scatter(result, value, members))
         else:
-            result = value.new_empty(like.shape)
+            result = value.new_empty(shape)
             works.append(dist.all_to_all_single(result, value, group=members, async_op=True))
         return lambda: result
 

@@ -24,12 +24,12 @@ from piper_dynamo.runtime.comm import (
     Communicator,
     TorchCommunicator,
     start_reduce_scatter,
-    with_rows,
 )
 from piper_dynamo.runtime.device import Device
 from piper_dynamo.runtime.exchange import Counted, Splits, count_rows
 from piper_dynamo.runtime.executor import BoundChunk, Runtime, call_chunk
 from piper_dynamo.runtime.local import LocalCommunicator, combine
+from piper_dynamo.runtime.packing import with_rows
 
 
 class Meeting(Protocol):
