@@ -225,10 +225,10 @@ class Change:
     told: tuple[str, ...] = ()
 
     def lasting(self) -> "Callable[[], Change | None]":
-        """Gives the same later, for a program: it lets its owner go, or it would keep a model."""
+        """Gives the same later, and lets its owner go: programs outlive models."""
         try:
             owner = weakref.ref(self.owner)
-        except TypeError:  # lists, dicts and cells, which hold no model
+        except TypeError:  # lists, dicts and cells
             return lambda: self
         names, told = self.names, self.told
 

@@ -73,13 +73,13 @@ def prepare(step: Any, *args: Any, **kwargs: Any) -> None:
     """
     settle([module_of(step)])
     asked = dynamo.given_to_backend(step)
-    if (asked.get("options") or {}).get("strategy") is None:
+    options = asked.get("options") or {}
+    if options.get("strategy") is None:
         raise PiperError(
             "the step is not compiled with the piper backend and a strategy: "
             "torch.compile(model, backend='piper', options={'strategy': ...})"
         )
-    if isinstance(asked.get("options"), dict):  # by reference: Dynamo compares these from now on
-        asked["options"] = OptionsByLine(asked["options"])
+    asked["options"] = OptionsByLine(options)  # by reference: Dynamo compares these from now on
     given = [v.device for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     settle_bare(module_of(step), given[0] if given else torch.device("cpu"))
     with session(None) as now:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.node import Node
 
 from piper_dynamo import _torch_compat as compat
@@ -30,7 +30,7 @@ class Effects:
 
     Attributes:
         stores: The argument that each output stands for which forward assigns to a buffer.
-        changed: What it changes of Python's objects but modules, of those that are still there.
+        changed: What it changes of Python's objects, of those that are still there.
     """
 
     stores: Mapping[int, int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ def _told() -> tuple[Callable[[], dynamo.Change | None], ...]:
             "buffer, self.count.add_(1)",
             stacklevel=2,
         )
-    return tuple(one.lasting() for one in changed if not isinstance(one.owner, nn.Module))
+    return tuple(one.lasting() for one in changed)
 
 
 def _made_at(node: Node | None) -> str:

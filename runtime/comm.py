@@ -24,9 +24,9 @@ from piper_dynamo.errors import PiperTimeoutError, format_error
 from piper_dynamo.ir.program import EXCHANGES, Group, Op, copy_groups
 from piper_dynamo.runtime import nccl, waiting
 from piper_dynamo.runtime.alarm import Alarm, Report
+from piper_dynamo.runtime.coalescing import coalesce, together, with_rows
 from piper_dynamo.runtime.exchange import pack
 from piper_dynamo.runtime.faults import damaged
-from piper_dynamo.runtime.packing import packed, packs, with_rows
 from piper_dynamo.runtime.store import Store
 from piper_dynamo.runtime.waiting import At
 
@@ -251,7 +251,7 @@ class TorchCommunicator:
             return [work], lambda: parcel.unpack(room)
         works: list[Any] = []
         ends: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
-        for places in packs(op, values):
+        for places in together(op, values):
             some, wanted = [values[i] for i in places], [likes[i] for i in places]
             ends.append((places, self._start_some(op, some, group, wanted, works)))
 
@@ -273,7 +273,7 @@ class TorchCommunicator:
         if len(values) == 1:
             end = self._start_one(op, values[0], group, likes[0].shape, works)
             return lambda: [end()]
-        one, shape, unpack = packed(op, values, likes, len(group[1]))
+        one, shape, unpack = coalesce(op, values, likes, len(group[1]))
         end = self._start_one(op, one, group, shape, works)
         return lambda: unpack(end())
 

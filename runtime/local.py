@@ -19,10 +19,10 @@ from piper_dynamo import _torch_compat as compat
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
 from piper_dynamo.ir.program import EXCHANGES, Group, Op
 from piper_dynamo.runtime.alarm import Report
+from piper_dynamo.runtime.coalescing import with_rows
 from piper_dynamo.runtime.comm import ended
 from piper_dynamo.runtime.exchange import Parcel, pack
 from piper_dynamo.runtime.faults import damaged
-from piper_dynamo.runtime.packing import with_rows
 from piper_dynamo.runtime.waiting import At
 
 

@@ -20,6 +20,7 @@ from piper_dynamo.errors import PiperRuntimeError
 from piper_dynamo.ir.program import COLLECTIVES, Group, Op
 from piper_dynamo.ir.streams import StreamProgram
 from piper_dynamo.runtime import nccl
+from piper_dynamo.runtime.coalescing import with_rows
 from piper_dynamo.runtime.comm import (
     Communicator,
     TorchCommunicator,
@@ -29,7 +30,6 @@ from piper_dynamo.runtime.device import Device
 from piper_dynamo.runtime.exchange import Counted, Splits, count_rows
 from piper_dynamo.runtime.executor import BoundChunk, Runtime, call_chunk
 from piper_dynamo.runtime.local import LocalCommunicator, combine
-from piper_dynamo.runtime.packing import with_rows
 
 
 class Meeting(Protocol):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper_dynamo.ir.program import Op
-from piper_dynamo.runtime import packing
-from piper_dynamo.runtime.packing import packs
+from piper_dynamo.runtime import coalescing
+from piper_dynamo.runtime.coalescing import together
 from piper_dynamo.runtime.world import communicator, rank
 from tests.pool import Pool
 
@@ -18,8 +18,16 @@ pytestmark = pytest.mark.dist(3)
 RANKS = 3
 GROUP = ("test", (0, 1, 2))
 # Rows of each whole value: shards of some are uneven, of some empty; large ones travel alone.
-SHAPES = ((7, 3), (1,), (2, 2), (200, 300), (6,), (0, 4), (5, 1, 2), (9,))
-DTYPES = (torch.float32, torch.float64, torch.float32, torch.float32, torch.int64, torch.float32)
+VALUES = (
+    ((7, 3), torch.float32),
+    ((1,), torch.float64),
+    ((2, 2), torch.float32),
+    ((200, 300), torch.float32),
+    ((6,), torch.int64),
+    ((0, 4), torch.float32),
+    ((5, 1, 2), torch.float32),
+    ((9,), torch.float64),
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +40,7 @@ def pool() -> Iterator[Pool]:
 def wholes(of: int) -> list[Tensor]:
     """A rank's values, whole numbers so that sums are exact."""
     torch.manual_seed(of)
-    dtypes = (*DTYPES, *DTYPES)[: len(SHAPES)]
-    return [
-        torch.randint(-99, 99, shape).to(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)
-    ]
+    return [torch.randint(-99, 99, shape).to(dtype) for shape, dtype in VALUES]
 
 
 def rows_of(whole: Tensor) -> int:
@@ -49,7 +54,7 @@ def run(op: Op) -> tuple[list[Tensor], int]:
     mine = wholes(rank())
     if op is Op.ALL_GATHER:
         likes = mine
-        values = [packing.with_rows(v, RANKS * rows_of(v)) for v in wholes(0)]
+        values = [coalescing.with_rows(v, RANKS * rows_of(v)) for v in wholes(0)]
         values = [v.narrow(0, rank() * rows_of(v), rows_of(v)) for v in values]
     elif op is Op.REDUCE_SCATTER:
         values, likes = mine, [v.new_empty((rows_of(v), *v.shape[1:])) for v in mine]
@@ -82,11 +87,11 @@ def expected(op: Op, of: int) -> list[Tensor]:
     sums = [sum(column[1:], column[0]) for column in zip(*map(wholes, range(RANKS)), strict=True)]
     if op is Op.ALL_REDUCE:
         return sums
-    whole = [packing.with_rows(v, RANKS * rows_of(v)) for v in sums]
+    whole = [coalescing.with_rows(v, RANKS * rows_of(v)) for v in sums]
     return [v.narrow(0, of * rows_of(v), rows_of(v)) for v in whole]
 
 
-# float32: 5 small ones in one, a large one, of which a shard is small; float64; int64.
+# float32: small ones in one, a large one, of which a shard is small; float64 in one; int64.
 @pytest.mark.parametrize(
     ("op", "starts"), [(Op.ALL_REDUCE, 4), (Op.ALL_GATHER, 2 * 3), (Op.REDUCE_SCATTER, 2 * 4)]
 )
@@ -101,10 +106,10 @@ def test_over_gloo(op: Op, starts: int, pool: Pool) -> None:
 
 
 def test_which_travel_together() -> None:
-    small, large = torch.zeros(4), torch.zeros(packing.SMALL_BYTES)
-    assert packs(Op.ALL_REDUCE, [small, large, small, torch.zeros(0)]) == [[0, 2], [1], [3]]
-    assert packs(Op.ALL_REDUCE, [small.double(), small, small]) == [[0], [1, 2]]
-    assert packs(Op.ALL_TO_ALL, [small, small]) == [[0], [1]]
-    assert packs(Op.ALL_REDUCE, [small.to("meta"), small.to("meta")]) == [[0], [1]]
-    many = packs(Op.ALL_REDUCE, [torch.zeros(packing.SMALL_BYTES // 4)] * 33)
-    assert [len(pack) for pack in many] == [32, 1]
+    small, large = torch.zeros(4), torch.zeros(coalescing.SMALL_BYTES)
+    assert together(Op.ALL_REDUCE, [small, large, small, torch.zeros(0)]) == [[0, 2], [1], [3]]
+    assert together(Op.ALL_REDUCE, [small.double(), small, small]) == [[0], [1, 2]]
+    assert together(Op.ALL_TO_ALL, [small, small]) == [[0], [1]]
+    assert together(Op.ALL_REDUCE, [small.to("meta"), small.to("meta")]) == [[0], [1]]
+    many = together(Op.ALL_REDUCE, [torch.zeros(coalescing.SMALL_BYTES // 4)] * 33)
+    assert [len(places) for places in many] == [32, 1]

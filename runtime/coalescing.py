@@ -1,9 +1,9 @@
-"""Small values of one collective travel as one.
+"""Small values of one collective are coalesced: they travel as one.
 
 Over gloo each value is an operation of its own, for which the ranks meet again: between two
 processes here 65 of 256 bytes each took 29 ms, and 0.8 ms as one; from 256 KiB on, copying them
-together takes as long as it saves. Sums are the same to the bit: each rank's parts are added in the
-order of ranks, or by gloo.
+together takes as long as it saves. A reduce-scatter adds in the order of ranks as before; in which
+order an all-reduce adds more than two ranks' parts is gloo's choice, by their place in the whole.
 
 Signature: the values of a collective -> which travel together -> one value, and what takes the
 results out of its result.
@@ -19,7 +19,7 @@ from piper_dynamo.ir.program import Op
 
 SMALL_BYTES = 2**17  # of a value that travels with others
 MOST_BYTES = 2**22  # of all that travel together: so much memory is needed beside them
-PACKED = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER})
+COALESCED = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER})
 
 
 def with_rows(value: Tensor, rows: int) -> Tensor:
@@ -31,30 +31,30 @@ def with_rows(value: Tensor, rows: int) -> Tensor:
     return padded
 
 
-def packs(op: Op, values: Sequence[Tensor]) -> list[list[int]]:
+def together(op: Op, values: Sequence[Tensor]) -> list[list[int]]:
     """Which values travel together, by place; alike on all ranks, whose values have one shape."""
     found: list[list[int]] = []
-    open_: dict[torch.dtype, tuple[list[int], int]] = {}
+    last: dict[torch.dtype, tuple[list[int], int]] = {}  # with its bytes
     for place, value in enumerate(values):
-        is_small = op in PACKED and value.device.type == "cpu" and 0 < value.nbytes <= SMALL_BYTES
-        pack, nbytes = open_.get(value.dtype, ([], MOST_BYTES)) if is_small else ([], 0)
-        if is_small and nbytes + value.nbytes > MOST_BYTES:
-            pack, nbytes = [], 0
-        if not pack:
-            found.append(pack)
-        pack.append(place)
-        if is_small:
-            open_[value.dtype] = pack, nbytes + value.nbytes
+        if op not in COALESCED or value.device.type != "cpu" or not 0 < value.nbytes <= SMALL_BYTES:
+            found.append([place])
+            continue
+        places, nbytes = last.get(value.dtype, ([], 0))
+        if not places or nbytes + value.nbytes > MOST_BYTES:
+            places, nbytes = [], 0
+            found.append(places)
+        places.append(place)
+        last[value.dtype] = places, nbytes + value.nbytes
     return found
 
 
-def packed(
+def coalesce(
     op: Op, values: Sequence[Tensor], likes: Sequence[Any], size: int
 ) -> tuple[Tensor, tuple[int], Callable[[Tensor], list[Tensor]]]:
     """Several values as one.
 
     Args:
-        op: Of `PACKED`.
+        op: Of `COALESCED`.
         values: Of one dtype.
         likes: What each result is shaped like.
         size: How many ranks.
