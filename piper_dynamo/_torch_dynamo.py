@@ -115,11 +115,39 @@ def traced_model() -> torch.nn.Module | None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
-    code, given = output.root_tx.f_code, output.local_scope
-    many = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:1]
-    rest: Any = given.get(many[0], ()) if many and code.co_flags & inspect.CO_VARARGS else ()
-    values = [*(given.get(name) for name in code.co_varnames[: code.co_argcount]), *rest]
+    values, *_ = _given(output.root_tx.f_code, output.local_scope)
     return next((v for v in values if isinstance(v, torch.nn.Module)), None)
+
+
+def _given(code: CodeType, scope: Mapping[str, Any]) -> tuple[list[Any], int, str, str]:
+    """What a frame was called with by position.
+
+    Returns:
+        The values; how many are named in the code, where the rest are of `*args`; the names of
+        `*args` and `**kwargs`, "" where there are none.
+    """
+    first = code.co_argcount + code.co_kwonlyargcount
+    has_args = bool(code.co_flags & inspect.CO_VARARGS)
+    many = code.co_varnames[first] if has_args else ""
+    named = code.co_varnames[first + has_args] if code.co_flags & inspect.CO_VARKEYWORDS else ""
+    before = [scope.get(name) for name in code.co_varnames[: code.co_argcount]]
+    rest: Any = scope.get(many, ()) if many else ()
+    return [*before, *rest], len(before), many, named
+
+
+def traced_place() -> tuple[str, int, dict[str, Any]]:
+    """Where the forward being traced begins, file and line, and its globals.
+
+    That of the user's where a decorator wraps it.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    model = traced_model()
+    forward = inspect.unwrap(model.forward) if model is not None else None
+    code = getattr(forward, "__code__", output.root_tx.f_code)
+    variables: dict[str, Any] = getattr(forward, "__globals__", output.global_scope)
+    return code.co_filename, code.co_firstlineno, variables
 
 
 def argument_names() -> tuple[dict[str, Sequence[str]], str]:
@@ -135,16 +163,9 @@ def argument_names() -> tuple[dict[str, Sequence[str]], str]:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
-    code, given = output.root_tx.f_code, output.local_scope
-    first = code.co_argcount + code.co_kwonlyargcount
-    has_args = bool(code.co_flags & inspect.CO_VARARGS)
-    many = code.co_varnames[first] if has_args else ""
-    named = code.co_varnames[first + has_args] if code.co_flags & inspect.CO_VARKEYWORDS else ""
-    if not has_args:
+    values, before, many, named = _given(output.root_tx.f_code, output.local_scope)
+    if not many:
         return {}, named
-    before = [given.get(name) for name in code.co_varnames[: code.co_argcount]]
-    rest: Any = given.get(many, ())
-    values = [*before, *rest]
     module = traced_model()
     if module is None:
         return {}, named
@@ -155,7 +176,7 @@ def argument_names() -> tuple[dict[str, Sequence[str]], str]:
     ]
     at = next(i for i, v in enumerate(values) if v is module)
     known = [*[""] * (at + 1), *names, *[""] * len(values)]
-    return {many: known[len(before) : len(values)]}, named
+    return {many: known[before : len(values)]}, named
 
 
 def numbers_are_constants() -> AbstractContextManager[object]:

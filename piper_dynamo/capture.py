@@ -20,7 +20,7 @@ from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.garbage import young_collector
 from piper_dynamo.ir.alias import called, drop_aliases, operator_name, root
 from piper_dynamo.ir.joint import OUTPUT_COPY, Arg, ArgKind, Capture, Output, Unjoined
-from piper_dynamo.ir.spec import TensorSpec, user_line
+from piper_dynamo.ir.spec import TensorSpec, shown_line
 from piper_dynamo.naming import Names, is_module_state
 from piper_dynamo.precision import Rule, insert_casts, refuse_mixed
 
@@ -114,7 +114,7 @@ def trace(  # noqa: PLR0913
     seen = tuple(_as_computed(arg, computed.get(arg.position)) for arg in args)
     fakes = fake_args(mode, seen, numbers, batch_dims, num_microbatches)
     full = fake_args(mode, seen, numbers, {}, 1)
-    results = _fake_run(gm, fakes, mode, seen)
+    results = _fake_run(gm, fakes, mode, seen, is_sliced=num_microbatches > 1)
     at_full = results if num_microbatches == 1 else _fake_run(gm, full, mode, seen)
     loss = _choose_loss(results, at_full, loss, paths, training=training)
     kept = {loss} if loss is not None else _differentiable(results)
@@ -150,9 +150,7 @@ def _refuse_other_memory(gm: fx.GraphModule, args: Sequence[Arg]) -> None:
         if arg.kind is ArgKind.BUFFER:
             title = f"forward gives its buffer {arg.name!r} other memory"
             hint = "change it in place: self.name.copy_(...)"
-        raise PiperCaptureError(
-            format_error(title, {"at": user_line(node) or "unknown line"}, hint=hint)
-        )
+        raise PiperCaptureError(format_error(title, {"at": shown_line(node)}, hint=hint))
 
 
 def _refuse_graphs(graph: fx.Graph) -> None:
@@ -167,7 +165,7 @@ def _refuse_graphs(graph: fx.Graph) -> None:
             raise PiperCaptureError(
                 format_error(
                     f"{operator_name(node)} calls graphs of its own, which a strategy cannot place",
-                    {"at": user_line(node) or "unknown line"},
+                    {"at": shown_line(node)},
                     hint="write it with ordinary operators: torch.where between values, or "
                     "scaled_dot_product_attention with attn_mask=; without a strategy it works",
                 )
@@ -181,7 +179,7 @@ def _refuse_sparse(graph: fx.Graph) -> None:
             raise PiperCaptureError(
                 format_error(
                     "the model makes a sparse gradient",
-                    {"at": user_line(node) or "no source line", "node": node.format_node()},
+                    {"at": shown_line(node), "node": node.format_node()},
                     hint="use nn.Embedding(..., sparse=False); the same numbers, as a dense tensor",
                 )
             )
@@ -284,10 +282,30 @@ class _Locate(fx.Interpreter):
         return super().run_node(n)
 
 
+_BAKED = (
+    "a batch size is baked into the graph: take sizes from the inputs (x.shape[0], -1), "
+    'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
+)
+_REGISTER = (
+    "an operator of your own needs a fake implementation (torch.library.register_fake) of the "
+    "shapes that it gives"
+)
+
+
 def _fake_run(
-    gm: fx.GraphModule, fakes: list[Any], mode: compat.FakeTensorMode, args: tuple[Arg, ...]
+    gm: fx.GraphModule,
+    fakes: list[Any],
+    mode: compat.FakeTensorMode,
+    args: tuple[Arg, ...],
+    *,
+    is_sliced: bool = False,
 ) -> list[Any]:
-    """The graph's outputs on fake arguments, gradients on, so that the differentiable ones show."""
+    """The graph's outputs on fake arguments, gradients on, so that the differentiable ones show.
+
+    Raises:
+        PiperCaptureError: An operator fails; names it, its line, and what is likely if only the
+            sizes of a microbatch are new (`is_sliced`).
+    """
     with mode:
         copies = [
             f.clone().detach().requires_grad_(f.requires_grad) if isinstance(f, torch.Tensor) else f
@@ -305,22 +323,19 @@ def _fake_run(
             if arg.kind is ArgKind.DATA
         }
         cause = error.__cause__ or error
-        raise PiperCaptureError(
-            format_error(
-                "the model cannot run on one microbatch",
-                {
-                    "at": user_line(node) if node is not None else "the start",
-                    "node": node.format_node() if node is not None else "",
-                    "microbatch": sizes,
-                    "why": str(cause).splitlines()[0] if str(cause) else type(cause).__name__,
-                },
-                hint=(
-                    "a batch size is baked into the graph: "
-                    "take sizes from the inputs (x.shape[0], -1), "
-                    'or keep the argument whole with piper.Split(..., inputs={name: "replicate"})'
-                ),
-            )
-        ) from error
+        title = (
+            "the model cannot run on one microbatch"
+            if is_sliced
+            else "the model cannot run on tensors without values"
+        )
+        details = {
+            "at": shown_line(node),
+            "node": node.format_node() if node is not None else "none yet",
+            "inputs": sizes,
+            "why": str(cause).splitlines()[0] if str(cause) else type(cause).__name__,
+        }
+        hint = _BAKED if is_sliced else _REGISTER
+        raise PiperCaptureError(format_error(title, details, hint=hint)) from error
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
@@ -387,8 +402,7 @@ def _detach_outputs(gm: fx.GraphModule, kept: AbstractSet[int]) -> fx.GraphModul
         node.meta["custom"] = {**node.meta.get("custom", {}), OUTPUT_COPY: index}
         new.append(node)
     graph.output(tuple(new))
-    copy = fx.GraphModule(gm, graph)
-    return copy
+    return fx.GraphModule(gm, graph)
 
 
 def _copied_meta(node: Node) -> dict[str, Any]:
@@ -434,61 +448,89 @@ def _read_ends(
     loss: int | None,
     mode: compat.FakeTensorMode,
 ) -> Capture:
+    """The graph without its output node, and by name what was in it."""
     output = graph.find_nodes(op="output")[0]
-    descs = output.meta["desc"]
-    nodes = output.args[0]
-    assert isinstance(nodes, tuple | list)
+    ends: list[tuple[Any, Any]] = list(zip(output.args[0], output.meta["desc"], strict=True))
     placeholders = _placeholders(graph)
     primals = [p for p in placeholders if not str(p.target).startswith("tangents")]
     tangents = [p for p in placeholders if str(p.target).startswith("tangents")]
-    outputs: list[Output | None] = [None] * len(results)
-    buffers: dict[int, str] = {}
-    grads: dict[int, str] = {}
-    with_gradient = {_changed_input(t.meta["desc"].output) for t in tangents}
-    for node, desc in zip(nodes, descs, strict=True):
-        if (position := _changed_input(desc)) is not None:
-            _refuse_change(args[position], node, has_gradient=position in with_gradient)
-            buffers[position] = node.name
-    needed = {t.meta["desc"].output.idx for t in tangents} | {loss}
-    for node, desc in zip(nodes, descs, strict=True):
-        kind = type(desc).__name__
-        if _changed_input(desc) is not None:
-            continue
-        if kind == "PlainAOTOutput":
-            value = node.meta["val"] if isinstance(node, Node) else None
-            if not isinstance(value, torch.Tensor):  # a number is known from the run
-                outputs[desc.idx] = Output(node=None, value=at_full[desc.idx])
-            else:
-                outputs[desc.idx] = _tensor_output(
-                    node.name,
-                    TensorSpec.of(value),
-                    at_full[desc.idx],
-                    is_needed=desc.idx in needed,
-                )
-        elif kind == "GradAOTOutput":
-            if isinstance(node, Node):
-                grads[_input_index(desc.grad_of)] = node.name
-        elif desc is not None:
-            raise PiperCaptureError(f"the captured graph has an output of an unknown kind: {desc}")
-    for index, result in enumerate(results):
-        if outputs[index] is None:
-            if isinstance(result, torch.Tensor):
-                raise PiperCaptureError(f"output {index} of the model is not in the captured graph")
-            outputs[index] = Output(node=None, value=at_full[index])
+    assert len(primals) == len(args), (len(primals), len(args))
+    buffers = _new_buffers(ends, args, tangents)
+    tangent_of = {t.meta["desc"].output.idx: t.name for t in tangents}
+    outputs = _outputs(ends, results, at_full, {*tangent_of, loss})
+    grads = _gradients(ends)
     graph.erase_node(output)
     graph.output(())
-    assert len(primals) == len(args), (len(primals), len(args))
     return Capture(
         graph=graph,
         args=args,
         placeholders={arg.position: p.name for arg, p in zip(args, primals, strict=True)},
-        tangents={t.meta["desc"].output.idx: t.name for t in tangents},
+        tangents=tangent_of,
         loss=loss,
-        outputs=tuple(o for o in outputs if o is not None),
+        outputs=outputs,
         buffers=buffers,
         grads=grads,
         mode=mode,
     )
+
+
+def _new_buffers(
+    ends: Sequence[tuple[Any, Any]], args: tuple[Arg, ...], tangents: Sequence[Node]
+) -> dict[int, str]:
+    """The node of each changed argument's new value, by its position.
+
+    Raises:
+        PiperCaptureError: It is no buffer, or a later backward goes through the value.
+    """
+    with_gradient = {_changed_input(t.meta["desc"].output) for t in tangents}
+    buffers: dict[int, str] = {}
+    for node, desc in ends:
+        if (position := _changed_input(desc)) is not None:
+            _refuse_change(args[position], node, has_gradient=position in with_gradient)
+            buffers[position] = node.name
+    return buffers
+
+
+def _outputs(
+    ends: Sequence[tuple[Any, Any]],
+    results: Sequence[Any],
+    at_full: Sequence[Any],
+    needed: AbstractSet[int | None],
+) -> tuple[Output, ...]:
+    """Each output of the forward: of the graph, or a value that is known from the run."""
+    nodes = {d.idx: n for n, d in ends if type(d).__name__ == "PlainAOTOutput"}
+    outputs: list[Output] = []
+    for index, result in enumerate(results):
+        node, value = nodes.get(index), at_full[index]
+        held = node.meta["val"] if isinstance(node, Node) else None
+        if isinstance(node, Node) and isinstance(held, torch.Tensor):
+            spec = TensorSpec.of(held)
+            outputs.append(_tensor_output(node.name, spec, value, is_needed=index in needed))
+        else:
+            assert index in nodes or not isinstance(result, torch.Tensor), (index, nodes)
+            outputs.append(Output(node=None, value=value))
+    return tuple(outputs)
+
+
+def _gradients(ends: Sequence[tuple[Any, Any]]) -> dict[int, str]:
+    """The node of each argument's gradient, by its position; none where nothing depends on it."""
+    found: dict[int, str] = {}
+    for node, desc in ends:
+        kind = type(desc).__name__
+        if kind == "GradAOTOutput" and isinstance(node, Node):
+            found[int(desc.grad_of.idx)] = node.name
+        elif desc is not None and kind not in _KNOWN_ENDS:
+            raise PiperCaptureError(
+                format_error(
+                    "the captured graph has an output of an unknown kind",
+                    {"output": str(desc), "torch": torch.__version__},
+                    hint="use a torch that Piper is tested with (setup.py names them)",
+                )
+            )
+    return found
+
+
+_KNOWN_ENDS = ("PlainAOTOutput", "GradAOTOutput", "InputMutationAOTOutput")
 
 
 def _refuse_change(arg: Arg, node: Any, *, has_gradient: bool) -> None:
@@ -497,7 +539,7 @@ def _refuse_change(arg: Arg, node: Any, *, has_gradient: bool) -> None:
     Raises:
         PiperCaptureError: Another argument changes, or to a value with a gradient.
     """
-    at = {"at": user_line(node) if isinstance(node, Node) else "unknown line"}
+    at = {"at": shown_line(node)}
     if arg.kind is not ArgKind.BUFFER:
         title = changed_in_place(arg.kind, arg.name)
         raise PiperCaptureError(format_error(title, at, hint=instead_of_change(arg.kind)))
@@ -531,14 +573,7 @@ def _changed_input(desc: Any) -> int | None:
     """The argument whose new value an output of the captured graph is; None if it is another."""
     if type(desc).__name__ != "InputMutationAOTOutput":
         return None
-    return _input_index(desc.mutated_input)
-
-
-def _input_index(desc: Any) -> int:
-    index = getattr(desc, "idx", None)
-    if index is None:
-        raise PiperCaptureError(f"the captured graph has an input of an unknown kind: {desc}")
-    return int(index)
+    return int(desc.mutated_input.idx)
 
 
 def _tensor_output(name: str, spec: TensorSpec, at_full: Any, *, is_needed: bool) -> Output:

@@ -15,9 +15,10 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
+from typing import Any, ClassVar
 
 # So many new objects between two looks within a stage; one look goes through no others.
 OFTEN = 20_000
@@ -84,20 +85,27 @@ def collect() -> None:
     since, so that many stages take what one does.
     """
     gc.collect(_YOUNG)
-    # Every graph that was ever compiled has lines in there. What is new comes last.
+    # Every graph that was ever compiled has lines in there. What is new comes last, but for names
+    # that tracebacks leave with a function that reads the lines: it is called in place.
     names = list(linecache.cache)  # at once: other threads may add some
-    for name in takewhile(lambda name: name != _Lines.last, reversed(names)):
-        entry = linecache.cache.get(name, ())
+    new = takewhile(lambda name: name != _Lines.last, reversed(names))
+    for name in [*new, *_Lines.unread]:
+        entry: Sequence[Any] = linecache.cache.get(name, ())
+        _Lines.unread.discard(name)
+        size = len(entry)
+        if size == 1:
+            _Lines.unread.add(name)
         # A file's lines are read again when they are asked for; other lines have no file.
-        if len(entry) > 1 and entry[1] is not None and os.path.isfile(entry[3]):
+        elif size > 1 and entry[1] is not None and os.path.isfile(entry[3]):
             linecache.cache.pop(name, None)
     _Lines.last = next((name for name in reversed(names) if name in linecache.cache), "")
 
 
 class _Lines:
-    """The last file or graph whose source lines were looked at."""
+    """The last file or graph whose source lines were looked at, and those not read by then."""
 
     last = ""
+    unread: ClassVar[set[str]] = set()
 
 
 class _Holes:

@@ -22,7 +22,7 @@ from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.filters import Filter
 from piper_dynamo.ir.alias import operator_name
 from piper_dynamo.ir.joint import Arg, ArgKind
-from piper_dynamo.ir.spec import short, user_line
+from piper_dynamo.ir.spec import short, shown_line, user_line
 from piper_dynamo.ir.tags import adopt, number_entries, tags_of
 from piper_dynamo.strategy import Precision, Strategy
 
@@ -268,7 +268,7 @@ def refuse_mixed(graph: fx.Graph) -> None:
                 format_error(
                     "the model cannot run in this precision: an operator gets two dtypes",
                     {
-                        "at": user_line(node) or "no source line",
+                        "at": shown_line(node),
                         "operator": name,
                         "dtypes": ", ".join(sorted(map(short, set(has)))),
                     },

@@ -4,7 +4,6 @@ Programs are keyed by the concrete sizes of all inputs. State hangs on the Param
 call (see `state.py`).
 """
 
-import functools
 import logging
 import threading
 import time
@@ -18,20 +17,14 @@ from torch import Tensor, fx
 
 from piper_dynamo import _torch_compat as compat
 from piper_dynamo.accumulation import put_off, settle
-from piper_dynamo.agreement import (
-    agree,
-    announcement,
-    check_copies,
-    compare,
-    describe,
-    leave_account,
-)
+from piper_dynamo.adoption import adopt
+from piper_dynamo.agreement import agree, announcement, compare, describe, leave_account
 from piper_dynamo.binding import bind, executor_of
 from piper_dynamo.captured import Call, CapturedStep
 from piper_dynamo.costs import durations, tasks_run
 from piper_dynamo.errors import PiperRuntimeError, PiperTimeoutError
 from piper_dynamo.finite import agree_on_gradients, check_step, refuse_without_loss
-from piper_dynamo.garbage import give_back, keep_large_apart
+from piper_dynamo.garbage import give_back
 from piper_dynamo.ir.joint import Arg, ArgKind, Unjoined
 from piper_dynamo.ir.program import RankProgram, Watch
 from piper_dynamo.loss_scaling import Scaler
@@ -41,13 +34,12 @@ from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.lowering.sums import passing
 from piper_dynamo.on_device import recorder_of, streams_of
 from piper_dynamo.options import Options
-from piper_dynamo.pending import filling, refuse_idle_init, refuse_meta, spec_of
+from piper_dynamo.pending import refuse_idle_init, refuse_meta
 from piper_dynamo.planning import Plan
 from piper_dynamo.restoring import Kept
 from piper_dynamo.runtime.comm import Communicator
 from piper_dynamo.runtime.executor import Executor, StepResults
 from piper_dynamo.runtime.world import communicator
-from piper_dynamo.sharding import take_block
 from piper_dynamo.state import (
     Record,
     StepState,
@@ -58,7 +50,6 @@ from piper_dynamo.state import (
     unjoined_output,
 )
 from piper_dynamo.stores import Effects
-from piper_dynamo.strategy import Replicate as ReplicateDirective
 
 log = logging.getLogger("piper.step")
 
@@ -121,13 +112,25 @@ def current_session() -> Session | None:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """A program for one set of sizes, on this rank."""
+    """A program for one set of sizes, on this rank.
+
+    Attributes:
+        plan: The plan of all ranks.
+        executor: Runs this rank's program.
+        is_random: Whether a step draws, on whichever rank, and so takes a seed.
+        announcement: What other ranks read; made once, since it hashes the whole strategy.
+        is_later: Of each of the program's gradients, whether a later step reduces it.
+        owners: The ranks that have each output, by its index.
+        compared: Whether the ranks have found that they run the same plan.
+        adopted: The state that belongs to this program's ranks and shards; None before a step.
+    """
 
     plan: Plan
     executor: Executor
     is_random: bool
-    announcement: str  # what other ranks read; made once, since it hashes the whole strategy
-    is_later: tuple[bool, ...]  # of each of the program's gradients: a later step reduces it
+    announcement: str
+    is_later: tuple[bool, ...]
+    owners: dict[int, list[int]]
     compared: bool = False
     adopted: StepState | None = None
 
@@ -230,36 +233,7 @@ class CompiledStep(CapturedStep):
             plan = self._plan(values, comm.world_size)
             comm.prepare_groups(plan.communicators())
             leave_account(plan, comm)
-            program = plan.programs[comm.rank]
-            wanted = {name: plan.chunks[name] for name, _ in program.chunks}
-            seconds: dict[str, float] = {}
-            if self._options.compile == "emulate":
-                assert self._options.costs is not None
-                seconds = durations(tasks_run(plan.distinct), self._options.costs, plan.halves)
-                functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
-            else:
-                functions = compile_chunks(
-                    wanted, self._options.compile_for(values), passing=passing(program)
-                )
-            chunks = bind(program, wanted, functions)
-            layouts = plan.layouts(comm.rank)
-            entries[key] = Entry(
-                plan=plan,
-                executor=executor_of(
-                    program,
-                    chunks,
-                    comm,
-                    seconds,
-                    looks=self._options.nan_check is not None and plan.dag.training,
-                    streams=streams_of(plan, comm, values, self._options),
-                    record=recorder_of(plan, comm, self._options),
-                ),
-                is_random=any(i.seed is not None for p in plan.distinct for i in p.instrs),
-                announcement=announcement(
-                    plan, self._options.watched() + (" PIPER_DEBUG=comm" * comm.is_checked)
-                ),
-                is_later=tuple(p in layouts and not layouts[p].reduced for p, _ in program.grads),
-            )
+            entries[key] = self._made_entry(plan, values, comm)
             log.log(
                 logging.DEBUG if comm.rank else logging.INFO,
                 "program made in %.1f s: %s",
@@ -269,9 +243,50 @@ class CompiledStep(CapturedStep):
         found: Entry = entries[key]
         return found
 
+    def _made_entry(self, plan: Plan, values: Sequence[Any], comm: Communicator) -> Entry:
+        program = plan.programs[comm.rank]
+        wanted = {name: plan.chunks[name] for name, _ in program.chunks}
+        seconds: dict[str, float] = {}
+        if self._options.compile == "emulate":
+            assert self._options.costs is not None
+            seconds = durations(tasks_run(plan.distinct), self._options.costs, plan.halves)
+            functions = {name: emulated_chunk(chunk) for name, chunk in wanted.items()}
+        else:
+            functions = compile_chunks(
+                wanted, self._options.compile_for(values), passing=passing(program)
+            )
+        layouts = plan.layouts(comm.rank)
+        owners: dict[int, list[int]] = {}
+        for one in plan.distinct:
+            for index, _ in one.outputs:
+                owners.setdefault(index, []).append(one.rank)
+        return Entry(
+            plan=plan,
+            executor=executor_of(
+                program,
+                bind(program, wanted, functions),
+                comm,
+                seconds,
+                looks=self._options.nan_check is not None and plan.dag.training,
+                streams=streams_of(plan, comm, values, self._options),
+                record=recorder_of(plan, comm, self._options),
+            ),
+            is_random=any(i.seed is not None for p in plan.distinct for i in p.instrs),
+            announcement=announcement(
+                plan, self._options.watched() + (" PIPER_DEBUG=comm" * comm.is_checked)
+            ),
+            is_later=tuple(p in layouts and not layouts[p].reduced for p, _ in program.grads),
+            owners=owners,
+        )
+
     # state
 
     def _state(self, values: Sequence[Any], entry: Entry, comm: Communicator) -> StepState:
+        """What hangs on the Parameters, which is made, or given this program's shards, if needed.
+
+        Raises:
+            PiperError: Copies of a parameter differ, or one has no values and nothing makes them.
+        """
         state = self._known_state(values)
         if state is None:
             refuse_idle_init(self._options.init_fn, values)
@@ -288,51 +303,8 @@ class CompiledStep(CapturedStep):
             state.scaler = Scaler.of(self._options.loss_scale)
         if entry.adopted is state:
             return state
-        plan = entry.plan
-        holders = plan.holders()
-        state.data_rank, state.data_world = plan.replica(comm.rank)
-        layouts, group = plan.layouts(comm.rank), plan.group(comm.rank)
-        distributed = any(layout.groups for layout in layouts.values())
-        if any(directive.zero >= 2 for directive in plan.strategy.of(ReplicateDirective)):
-            keep_large_apart()
-        shared = {
-            a.name: (values[a.position], holders[a.position])
-            for a in self._args
-            if a.kind is ArgKind.PARAMETER
-            and len(holders.get(a.position, ())) > 1
-            and not record_of(values[a.position])
-        }
-        if shared:
-            mine = {name: given for name, given in shared.items() if comm.rank in given[1]}
-            check_copies(plan, comm, mine, self._options.start, self._options.init_fn)
-        for arg in self._args:
-            ranks = holders.get(arg.position, (0,))
-            value = values[arg.position]
-            if arg.kind is ArgKind.PARAMETER:
-                layout = layouts.get(arg.position)
-                mesh = (layout.groups if layout is not None else ()) or (group,)
-                state.adopt(
-                    value,
-                    arg.name,
-                    ranks,
-                    counts=comm.rank in plan.counting(arg.position, ranks[0]),
-                    spec=spec_of(value),
-                    fill=filling(value, self._options.init_fn),
-                    groups=layout.reduced_over(group, comm.rank) if layout is not None else {},
-                    block=functools.partial(
-                        take_block, value, layout, comm.mesh(mesh, value.device.type), comm.rank
-                    )
-                    if distributed
-                    else None,
-                )
-            elif arg.kind is ArgKind.BUFFER and arg.position in holders:
-                state.adopt_buffer(
-                    value,
-                    arg.name,
-                    ranks,
-                    changes=arg.position in plan.changed,
-                    fill=filling(value, self._options.init_fn),
-                )
+        state.data_rank, state.data_world = entry.plan.replica(comm.rank)
+        adopt(entry.plan, state, self._args, values, self._options)
         entry.adopted = state
         return state
 
@@ -439,8 +411,8 @@ class CompiledStep(CapturedStep):
             elif index in owned:
                 found.append(owned[index])
             else:
-                owners = [p.rank for p in plan.distinct if index in dict(p.outputs)]
                 assert output.spec is not None
+                owners = entry.owners.get(index, [])
                 found.append(absent_output(output.spec, self._label(index), owners))
         return found
 

@@ -56,54 +56,92 @@ def take_effects(gm: fx.GraphModule) -> Effects:
     Raises:
         PiperCaptureError: Something else is assigned.
     """
-    stored = dynamo.attribute_stores()
-    kept = dynamo.kept_tensors()
     graph = gm.graph
-    (end,) = graph.find_nodes(op="output")
-    outputs = list(end.args[0])
     nodes = {node.name: node for node in graph.nodes}
-    placeholders = graph.find_nodes(op="placeholder")
-    found: dict[int, int] = {}
-    normed = False
-    faults = {where: f"is given a tensor{_made_at(nodes.get(of))}" for where, of in kept}
-    for buffers, name, of in stored:
-        new = nodes.get(of)
-        position = _argument(placeholders, (buffers or {}).get(name))
-        fault = _fault(placeholders, position, new)
-        normed |= new is not None and "weight_norm" in called(new)
-        if fault or new is None or position is None:
-            faults[f"self.{name}"] = f"{fault}{_made_at(new)}"
-            continue
-        if not _is_in_place(new, placeholders[position]):
-            with graph.inserting_before(end):
-                change = graph.call_method("copy_", (placeholders[position], new))
-                change.meta = dict(new.meta)
-        for index, output in enumerate(outputs):
-            if output is new:
-                found[index], outputs[index] = position, None
-    if faults:
-        raise PiperCaptureError(
-            format_error(
-                "forward assigns a new tensor to an attribute of the module",
-                faults,
-                hint=_NORMED if normed else _ASSIGNED,
-            )
-        )
-    end.args = (tuple(outputs),)
+    arguments: dict[int, Node] = {}  # by the id of the tensor; of one that is given twice the first
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(given := compat.example_of(node), Tensor):
+            arguments.setdefault(id(given), node)
+    stores = [
+        _Store(name=name, new=nodes.get(of), buffer=arguments.get(id((buffers or {}).get(name))))
+        for buffers, name, of in dynamo.attribute_stores()
+    ]
+    _refuse(stores, {where: nodes.get(of) for where, of in dynamo.kept_tensors()})
+    found = _make_in_place(graph, stores)
     gm.recompile()
     return Effects(stores=found, changed=_told())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Store:
+    """An assignment: to which attribute, the value, and the buffer's argument, if it is one's."""
+
+    name: str
+    new: Node | None
+    buffer: Node | None
+
+
+def _refuse(stores: list[_Store], kept: Mapping[str, Node | None]) -> None:
+    """Refuse what would be no change of a buffer, and tensors that are left elsewhere.
+
+    Raises:
+        PiperCaptureError: All of them, each with its line.
+    """
+    faults = {where: f"is given a tensor{_made_at(new)}" for where, new in kept.items()}
+    for one in stores:
+        if fault := _fault(one):
+            faults[f"self.{one.name}"] = f"{fault}{_made_at(one.new)}"
+    if not faults:
+        return
+    normed = any(one.new is not None and "weight_norm" in called(one.new) for one in stores)
+    raise PiperCaptureError(
+        format_error(
+            "forward assigns a new tensor to an attribute of the module",
+            faults,
+            hint=_NORMED if normed else _ASSIGNED,
+        )
+    )
+
+
+def _make_in_place(graph: fx.Graph, stores: list[_Store]) -> dict[int, int]:
+    """Copy each value into its buffer, and leave it out of the outputs.
+
+    Returns:
+        The position of the buffer's argument, by that of the output.
+    """
+    (end,) = graph.find_nodes(op="output")
+    outputs = list(end.args[0])
+    positions = {node: k for k, node in enumerate(graph.find_nodes(op="placeholder"))}
+    found: dict[int, int] = {}
+    for one in stores:
+        assert one.new is not None, one
+        assert one.buffer is not None, one
+        if not _is_in_place(one.new, one.buffer):
+            with graph.inserting_before(end):
+                change = graph.call_method("copy_", (one.buffer, one.new))
+                change.meta = dict(one.new.meta)
+        for index, output in enumerate(outputs):
+            if output is one.new:
+                found[index], outputs[index] = positions[one.buffer], None
+    end.args = (tuple(outputs),)
+    return found
+
+
 def _told() -> tuple[Callable[[], dynamo.Change | None], ...]:
-    """What forward changes of Python's objects; says what becomes of that."""
+    """What forward changes of Python's objects; says what becomes of that, at forward's line."""
     changed = dynamo.changes()
     names = dict.fromkeys(name for one in changed for name in one.told)
     if names:
-        warnings.warn(
+        file, line, variables = dynamo.traced_place()
+        warnings.warn_explicit(
             f"forward changes {', '.join(names)}: once in a step, not for each "
             "microbatch, and the model is captured again where it reads another value; count in a "
             "buffer, self.count.add_(1)",
-            stacklevel=2,
+            UserWarning,
+            file,
+            line,
+            module=variables.get("__name__"),
+            registry=variables.setdefault("__warningregistry__", {}),  # said once for a line
         )
     return tuple(one.lasting() for one in changed)
 
@@ -113,20 +151,14 @@ def _made_at(node: Node | None) -> str:
     return f" at {line}" if line else ""
 
 
-def _argument(placeholders: list[Node], buffer: Tensor | None) -> int | None:
-    """Which argument of the graph a module's buffer is."""
-    same = [k for k, p in enumerate(placeholders) if compat.example_of(p) is buffer]
-    return same[0] if buffer is not None and same else None
-
-
-def _fault(placeholders: list[Node], position: int | None, new: Node | None) -> str:
+def _fault(one: _Store) -> str:
     """Why an assignment is no change of a buffer in place; empty where it is."""
-    value: Any = new.meta.get("example_value") if new is not None else None
+    value: Any = one.new.meta.get("example_value") if one.new is not None else None
     if not isinstance(value, Tensor):
         return "is no tensor of this call"
-    if position is None:
+    if one.buffer is None:
         return "is no registered buffer that forward reads"
-    old = placeholders[position].meta["example_value"]
+    old = one.buffer.meta["example_value"]
     if value.shape != old.shape or value.dtype != old.dtype:
         was = f"{str(old.dtype).removeprefix('torch.')}{tuple(old.shape)}"
         return f"is given {str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}, was {was}"

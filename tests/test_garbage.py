@@ -98,6 +98,21 @@ def test_source_lines_are_looked_at_once():
         del linecache.cache["<graph>"]
 
 
+def test_source_lines_that_a_traceback_promised_are_looked_at_once_they_are_read():
+    """Python puts them where the promise was, not at the end."""
+    name = piper_dynamo.__file__
+    linecache.cache.pop(name, None)
+    assert linecache.lazycache(name, vars(piper_dynamo))
+    linecache.cache["<later>"] = (3, None, ["a\n"], "<later>")
+    try:
+        collect()
+        assert linecache.getline(name, 1)
+        collect()
+        assert name not in linecache.cache
+    finally:
+        del linecache.cache["<later>"]
+
+
 def test_a_dropped_graph_is_gone_at_once():
     graph = fx.Graph()
     node = weakref.ref(graph.call_function(len, (graph.placeholder("x"),)))

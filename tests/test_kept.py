@@ -98,8 +98,11 @@ def local(_module: Any, value: Tensor) -> None:
 
 def test_a_number_that_forward_counts_is_told() -> None:
     """It is one value for all microbatches of a step; a buffer sees them one by one."""
-    with pytest.warns(UserWarning, match=r"forward changes self\.calls, self\.by_name: once in"):
+    with pytest.warns(
+        UserWarning, match=r"forward changes self\.calls, self\.by_name: once in"
+    ) as told:
         assert plan(counted).programs
+    assert {one.filename for one in told} == {__file__}
 
 
 @pytest.mark.filterwarnings("ignore:forward changes")

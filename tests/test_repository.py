@@ -27,7 +27,17 @@ MAX_LINES = 600
 # Modules that join the parts; everything else must be usable without them.
 FACADE = frozenset(
     {
-        *("", "__main__", "access", "accumulation", "agreement", "api", "backend", "binding"),
+        *(
+            "",
+            "__main__",
+            "access",
+            "accumulation",
+            "adoption",
+            "agreement",
+            "api",
+            "backend",
+            "binding",
+        ),
         *(
             "captured",
             "checkpoint",

@@ -163,6 +163,8 @@ def test_looking_changes_nothing_and_tells(where: str) -> None:
     with pytest.warns(UserWarning, match="forward changes ") as told:
         piper.plan(model, jobs.strategy(LINE2, 2), rows(4, 0), 2)
     assert where.strip() in str(told[0].message)
+    assert told[0].filename == __file__
+    assert told[0].lineno == Noting.forward.__code__.co_firstlineno
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         piper.plan(model, jobs.strategy(LINE2, 1), rows(4, 0), 2)

@@ -135,6 +135,11 @@ def user_line(node: Node | None) -> str:
     return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
 
 
+def shown_line(node: object) -> str:
+    """A node's `user_line` as errors show it."""
+    return (user_line(node) if isinstance(node, Node) else "") or "no source line"
+
+
 def module_paths(node: Node) -> list[str]:
     """Paths of the modules a node was traced in, outermost first, without the name of the root.
 
