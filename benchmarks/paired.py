@@ -56,7 +56,12 @@ class Comparison:
         return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
     def holds(self, bar: float, tolerance: float = TOLERANCE) -> bool:
-        """Whether the ratio is at most `bar`."""
+        """Whether the ratio is at most `bar`.
+
+        Args:
+            bar: The most that it may be.
+            tolerance: By how much of the bar the interval's far end may be beyond it.
+        """
         return self.interval()[1] <= bar * (1 + tolerance)
 
     def text(self, scale: float = 1e3, unit: str = "ms") -> str:

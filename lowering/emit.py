@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from piper_dynamo.errors import PiperSyntaxError
 from piper_dynamo.ir.program import COLLECTIVES, UNWATCHED, Instr, Op, RankProgram, Watch
 from piper_dynamo.ir.spec import TensorSpec, show_bytes
 from piper_dynamo.ir.task import TaskName
@@ -264,8 +263,7 @@ def _tuple(regs: list[str]) -> str:
 
 def spec_name(spec: TensorSpec | None, specs: dict[str, TensorSpec]) -> str:
     """The name by which emitted text refers to a spec, noted in `specs`."""
-    if spec is None:
-        raise PiperSyntaxError("a message without a spec cannot be emitted")
+    assert spec is not None, "a message without a spec cannot be emitted"
     shape = "x".join(map(str, spec.shape)) or "scalar"
     name = f"{str(spec.dtype).removeprefix('torch.')}_{shape}"
     if spec.device != "cpu":

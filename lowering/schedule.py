@@ -25,6 +25,7 @@ from torch.fx.node import Node
 
 from piper_dynamo.costs import Costs, durations, sent_bytes
 from piper_dynamo.ir.chunk import Chunk
+from piper_dynamo.ir.cycle import topological_order
 from piper_dynamo.ir.graph import Dag, is_pick, producer, task_of
 from piper_dynamo.ir.task import COLLECTIVE_KINDS, ROW_EXCHANGES, Kind, Pass, RegionId, TaskName
 
@@ -104,7 +105,7 @@ class _Work:
         self.successors, self.waiting = _edges(dag, self.nodes, index)
         self.names = [task_of(n).name if _runs(n) else None for n in self.nodes]
         self.cost, self.taken = _costs(self.nodes, self.names, costs, halves, dag.chunks)
-        sweep = _in_dataflow(self.successors, self.waiting)
+        sweep = topological_order(self.successors)
         self.way = _way_to_end(self.successors, sweep, self.cost)
         self.way_in_group = _way_in_group(self.nodes, self.successors, sweep, self.cost)
         self.depth = _depth(dag)
@@ -276,18 +277,6 @@ def _sent_bytes(node: Node) -> float:
         return 0.0
     groups = node.meta["ranks"]["groups"]
     return sent_bytes(kind, [u.meta["spec"] for u in node.users if is_pick(u)], len(groups[0]))
-
-
-def _in_dataflow(successors: list[list[int]], waiting: list[int]) -> list[int]:
-    """All vertices, each after those it waits for."""
-    left = list(waiting)
-    order = [v for v, count in enumerate(left) if count == 0]
-    for vertex in order:  # grows while it is read
-        for target in successors[vertex]:
-            left[target] -= 1
-            if left[target] == 0:
-                order.append(target)
-    return order
 
 
 def _way_to_end(successors: list[list[int]], sweep: list[int], cost: list[float]) -> list[float]:

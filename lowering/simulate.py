@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from piper_dynamo.costs import Costs, durations, sent_bytes, tasks_run
-from piper_dynamo.errors import PiperError, PiperSyntaxError
+from piper_dynamo.errors import PiperError, PiperSyntaxError, format_error
 from piper_dynamo.ir.program import Group, Instr, Op, RankProgram
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, TaskName
@@ -45,7 +45,7 @@ class Simulation:
     Attributes:
         timeline: Every task, message and collective on every rank.
         starts: When each of `ranks` came to each of its instructions; see `starts_of`.
-        makespan: Time from the first to the last event.
+        makespan: Time from the call to the last event, on the slowest rank.
         peaks: Predicted peak bytes of their steps; see `peak_bytes`.
         traffic: Their transfers by stream, messages under "recv"; see `communication`.
         ranks: The ranks that these are of.
@@ -164,13 +164,14 @@ def simulate(
     """
     run = _Simulator(programs, costs, halves)
     run.share() if costs.slowdown else run.settle()
-    stuck = "; ".join(
-        f"rank {program.rank} waits in {program.instrs[one.at].task}"
+    stuck = {
+        f"rank {program.rank}": f"waits in {program.instrs[one.at].task}"
         for program, one in zip(programs, run.ranks, strict=True)
         if one.at < len(program.instrs)
-    )
+    }
     if stuck:
-        raise PiperError(f"the plan deadlocks in simulation: {stuck}")
+        hint = "the proof shows the cycle: plan.verify()"
+        raise PiperError(format_error("the plan deadlocks in simulation", stuck, hint=hint))
     return Simulation(
         timeline=Timeline(events=run.events, messages=run.messages),
         starts=tuple(tuple(rank.starts) for rank in run.ranks),

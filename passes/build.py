@@ -7,10 +7,10 @@ true dataflow.
 from torch import fx
 from torch.fx.node import Node
 
-from piper_dynamo.errors import PiperCaptureError
+from piper_dynamo.errors import PiperCaptureError, format_error
 from piper_dynamo.ir import ops
 from piper_dynamo.ir.alias import exchange_of, is_even_exchange, root
-from piper_dynamo.ir.graph import WEIGHT, Border, Dag, call, pick, safe
+from piper_dynamo.ir.graph import WEIGHT, Border, Dag, call, chunk_name, pick, safe
 from piper_dynamo.ir.joint import ArgKind, Capture
 from piper_dynamo.ir.spec import TensorSpec
 from piper_dynamo.ir.task import Kind, Pass, RegionId, Task, TaskName
@@ -53,6 +53,7 @@ class _Builder:
         self.capture, self.regions = capture, regions
         self.graphs, self.partitions = graphs, partitions
         self.graph = fx.Graph()
+        self.sources = {node.name: node for node in capture.graph.nodes}
         self.values: dict[str, Node] = {}  # by name in the captured joint graph
         self.bundles: dict[RegionId, Node] = {}
         self.partial: dict[tuple[RegionId, str], Node] = {}
@@ -73,9 +74,7 @@ class _Builder:
         arg = self.capture.args[position]
         if arg.kind is ArgKind.NUMBER:
             return
-        source = next(
-            n for n in self.capture.graph.nodes if n.name == self.capture.placeholders[position]
-        )
+        source = self.sources[self.capture.placeholders[position]]
         node = self.graph.placeholder(safe(arg.name))
         node.meta["arg"] = position
         node.meta["spec"] = TensorSpec.of(source.meta["val"])
@@ -111,9 +110,15 @@ class _Builder:
                 else:
                     waiting.append((which, region))
             if len(waiting) == len(left):
-                names = ", ".join(f"{which}.{region}" for which, region in waiting)
                 raise PiperCaptureError(
-                    f"the captured graph's regions wait for one another: {names}"
+                    format_error(
+                        "the captured graph's regions wait for one another",
+                        {
+                            f"{which}.{region}": self.regions.where.get(region, "no source line")
+                            for which, region in waiting
+                        },
+                        hint="give what runs again after another region a tag of its own",
+                    )
                 )
             left = waiting
 
@@ -210,7 +215,8 @@ def add_phase(
     if phase is None:
         return call(dag.graph, task, ops.nothing, (), name=name)
     assert task.name is not None
-    target = safe(f"{task.name.which}_{region.region}")
+    target = chunk_name(task.name.which, region.region)
+    assert target not in dag.chunks, target
     dag.chunks[target] = phase.chunk
     args: list[Node] = [values[region.primals[i]] for i in phase.primals]
     if phase.takes_bundle:

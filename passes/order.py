@@ -6,7 +6,7 @@ group may interleave, which the scheduler decides where several filters name the
 Signature: placed DAG -> the same DAG with order edges beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -18,7 +18,7 @@ from piper_dynamo.errors import PiperPlanError, format_error, join_faults
 from piper_dynamo.ir.cycle import find_cycle
 from piper_dynamo.ir.graph import Dag, producer, task_of
 from piper_dynamo.ir.task import Pass, RegionId, TaskName
-from piper_dynamo.passes.select import describe_misses, made_for, select
+from piper_dynamo.passes.select import TaskIndex, describe_misses, made_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +40,18 @@ def named_halves(orders: Sequence[Any], dag: Dag) -> Halves:
     """Which backwards orders name by their halves; refused where one is also named whole."""
     backward: dict[TaskName, str] = {}
     whole: dict[TaskName, str] = {}
-    tasks = [task_of(node).name for node in dag.tasks()]
-    names = [name for name in tasks if name is not None and name.which is Pass.B]
-    index = _TaskIndex(names)
+    index = TaskIndex(
+        (name, None)
+        for node in dag.tasks()
+        if (name := task_of(node).name) is not None and name.which is Pass.B
+    )
     for order in orders:
         for group in order.groups:
             for wanted in group:
                 values = _pass_values(wanted)
                 if not values & {"B", "BI", "BW"}:
                     continue
-                for name in index.candidates(wanted):
+                for name, _ in index.candidates(wanted):
                     tags = dict(name.tags)
                     for which in sorted(values & {"BI", "BW", "B"}):
                         if wanted.matches({**tags, "PASS": which}):
@@ -94,22 +96,6 @@ def _pass_values(wanted: Any) -> set[str]:
     return set()
 
 
-class _TaskIndex:
-    """Tasks by microbatch: a filter of a schedule names one, and need not look at the others."""
-
-    def __init__(self, names: Sequence[TaskName]) -> None:
-        self._all = list(names)
-        self._by_mb: dict[int | None, list[TaskName]] = {}
-        for name in names:
-            self._by_mb.setdefault(name.mb, []).append(name)
-
-    def candidates(self, wanted: Any) -> list[TaskName]:
-        for tag, value in wanted.items:
-            if tag == "MB" and isinstance(value, int):
-                return self._by_mb.get(value, [])
-        return self._all
-
-
 class Order:
     """Add the order edges of every Order directive.
 
@@ -136,19 +122,21 @@ class Order:
         """
         faults: list[str] = []
         is_doubled = False
-        nodes = list(dag.tasks())
-        by_mb: dict[int | None, list[Node]] = {}
-        for node in nodes:
-            name = task_of(node).name
-            assert name is not None
-            by_mb.setdefault(name.mb, []).append(node)
-        decided = [node for node in nodes if task_of(node).name not in self._undecided]
+        named: list[tuple[TaskName, Node]] = []
+        decided: dict[tuple[int, ...], list[tuple[TaskName, Node]]] = {}  # by their devices
+        for node in dag.tasks():
+            task = task_of(node)
+            assert task.name is not None
+            named.append((task.name, node))
+            if task.name not in self._undecided:
+                decided.setdefault(task.devices, []).append((task.name, node))
+        index = TaskIndex(named)
         grouped: dict[Node, list[tuple[int, int]]] = {}
         for number, order in enumerate(self._orders):
             groups: list[list[Node]] = []
             missing: list[Any] = []
             for group in order.groups:
-                found = self._tasks(group, dag, nodes, by_mb, missing)
+                found = self._tasks(group, dag.training, index, missing)
                 if found:
                     groups.append(found)
                 if len(group) > 1:
@@ -178,18 +166,17 @@ class Order:
     def _tasks(
         self,
         group: Sequence[Any],
-        dag: Dag,
-        nodes: list[Node],
-        by_mb: dict[int | None, list[Node]],
+        training: bool,
+        index: TaskIndex[Node],
         missing: list[Any],
     ) -> list[Node]:
         """The tasks of a group, each once; filters that match nothing go into `missing`."""
         found: list[Node] = []
         for wanted in group:
             passes = _pass_values(wanted)
-            if not dag.training and passes and "F" not in passes:
+            if not training and passes and "F" not in passes:
                 continue  # a forward-only program keeps the order of its forwards
-            matched = select(_pool(wanted, nodes, by_mb), wanted)
+            matched = index.select(wanted)
             if not matched and not self._names_undecided(wanted):
                 missing.append(wanted)
             found += matched
@@ -202,13 +189,6 @@ class Order:
             for name in self._undecided
             for which in ("B", "BI", "BW")
         )
-
-
-def _pool(wanted: Any, nodes: list[Node], by_mb: dict[int | None, list[Node]]) -> list[Node]:
-    for tag, value in wanted.items:
-        if tag == "MB" and isinstance(value, int):
-            return by_mb.get(value, [])
-    return nodes
 
 
 def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:
@@ -243,7 +223,10 @@ def _doubled(order: Any, groups: list[list[Node]]) -> list[str]:
 
 
 def _left_out(
-    order: Any, groups: list[list[Node]], nodes: list[Node], num_microbatches: int
+    order: Any,
+    groups: list[list[Node]],
+    decided: Mapping[tuple[int, ...], list[tuple[TaskName, Node]]],
+    num_microbatches: int,
 ) -> list[str]:
     """An order that names a region's pass for some microbatches names it for all that are there.
 
@@ -259,10 +242,7 @@ def _left_out(
     named = {node for group in groups for node in group}
     started: set[tuple[Any, str]] = set()
     missing: list[tuple[TaskName, set[tuple[Any, str]]]] = []
-    for node in nodes:
-        name = task_of(node).name
-        if name is None or task_of(node).devices != devices:
-            continue
+    for name, node in decided.get(devices, []):
         parts = {(name.region, half) for half in _halves(name.which)}
         if node in named:
             started |= parts

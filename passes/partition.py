@@ -89,8 +89,8 @@ class Partitioner:
         Args:
             region: Its joint graph.
             keeps_primal: For each primal, whether the rank holds it anyway until the backward
-                (parameters, buffers,
-                data): such values are read again, others travel in the bundle.
+                (parameters, buffers, data): such values are read again, others travel in the
+                bundle.
             budget: How much the forward may keep, see `MinCut`.
         """
         shape = (len(region.forward), region.needed_early, keeps_primal)
@@ -139,7 +139,7 @@ class Partitioner:
         names = [n.name for n in region.graph.find_nodes(op="placeholder")]
         primal_index = {name: i for i, name in enumerate(names[: len(region.primals)])}
         tangent_index = {name: i for i, name in enumerate(names[len(region.primals) :])}
-        again = [n for n in saved if n in primal_index and keeps_primal[primal_index[n]]]
+        again = {n for n in saved if n in primal_index and keeps_primal[primal_index[n]]}
         bundled = [n for n in saved if n not in again]
         _set_outputs(forward, num_forward, bundled)
         phase_f = _phase(
@@ -160,13 +160,19 @@ class Partitioner:
             return Partition(forward=phase_f, backward=phase_b, input_grad=phase_b)
         if not any(region.needed_early):
             return Partition(forward=phase_f, backward=phase_b, weight_grad=phase_b)
-        early, late, kept, early_results, late_results = _split_backward(
-            backward, region.needed_early, primal_index, keeps_primal
-        )
+        halves = _split_backward(backward, region.needed_early, primal_index, keeps_primal)
+        kept = halves.kept
         phase_bi = _phase(
-            early, primal_index, tangent_index, bundled, early_results, gives_bundle=bool(kept)
+            halves.input_grad,
+            primal_index,
+            tangent_index,
+            bundled,
+            halves.early,
+            gives_bundle=bool(kept),
         )
-        phase_bw = _phase(late, primal_index, tangent_index, kept, late_results, gives_bundle=False)
+        phase_bw = _phase(
+            halves.weight_grad, primal_index, tangent_index, kept, halves.late, gives_bundle=False
+        )
         return Partition(
             forward=phase_f, backward=phase_b, input_grad=phase_bi, weight_grad=phase_bw
         )
@@ -231,18 +237,70 @@ def _phase(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Halves:
+    """A backward cut in two.
+
+    Attributes:
+        input_grad: BI: what the early outputs need.
+        weight_grad: BW: the rest, from values that BI keeps.
+        kept: The names of these values.
+        early: Which outputs of the backward BI gives.
+        late: Which BW gives.
+    """
+
+    input_grad: fx.Graph
+    weight_grad: fx.Graph
+    kept: list[str]
+    early: tuple[int, ...]
+    late: tuple[int, ...]
+
+
 def _split_backward(
     backward: fx.Graph,
     needed_early: tuple[bool, ...],
     primal_index: dict[str, int],
     keeps_primal: tuple[bool, ...],
-) -> tuple[fx.Graph, fx.Graph, list[str], tuple[int, ...], tuple[int, ...]]:
-    """BI: what the early outputs need. BW: the rest, from values that BI keeps.
-
-    Returns:
-        BI's graph, BW's graph, names of the values BI keeps, and which backward outputs each gives.
-    """
+) -> _Halves:
     outputs = list(backward.find_nodes(op="output")[0].args[0])
+    made_early = _made_early(backward, outputs, needed_early)
+    gives_early = [
+        now or (isinstance(o, Node) and o in made_early)
+        for o, now in zip(outputs, needed_early, strict=True)
+    ]
+    early = tuple(i for i, now in enumerate(gives_early) if now)
+    late = tuple(i for i, now in enumerate(gives_early) if not now)
+    needs, made_late = _made_late([outputs[i] for i in late], made_early)
+    kept = {
+        n: None
+        for n in backward.nodes
+        if n in needs and not _read_again(n, primal_index, keeps_primal)
+    }
+    bi, bw = fx.Graph(), fx.Graph()
+    values: dict[Node, Node] = {}
+    for node in backward.nodes:
+        if node.op == "placeholder" or node in made_early:
+            values[node] = bi.node_copy(node, values.__getitem__)
+    given = [*(outputs[i] for i in early), *kept]
+    bi.output(tuple(values[o] if isinstance(o, Node) else o for o in given))
+    values = {}
+    for node in backward.nodes:
+        if node in needs:
+            values[node] = bw.placeholder(node.name)
+            saved = node.name if node in kept else node.meta.get("saved", node.name)
+            values[node].meta = {**node.meta, "saved": saved}
+        elif node in made_late:
+            values[node] = bw.node_copy(node, values.__getitem__)
+    bw.output(tuple(values[o] if isinstance(o, Node) else o for o in (outputs[i] for i in late)))
+    return _Halves(
+        input_grad=bi, weight_grad=bw, kept=[n.name for n in kept], early=early, late=late
+    )
+
+
+def _made_early(
+    backward: fx.Graph, outputs: list[Any], needed_early: tuple[bool, ...]
+) -> set[Node]:
+    """What the early outputs come from; the results of one operator stay together."""
     early: set[Node] = set()
     stack = [o for o, now in zip(outputs, needed_early, strict=True) if now and isinstance(o, Node)]
     while stack:
@@ -250,20 +308,18 @@ def _split_backward(
         if node not in early:
             early.add(node)
             stack += node.all_input_nodes
-    # The results of one operator stay together: a tuple cannot be kept, its members can.
-    for node in backward.nodes:
+    for node in backward.nodes:  # a tuple cannot be kept, its members can
         source = node.args[0] if node.args else None
         if isinstance(source, Node) and source in early and _is_tuple(source):
             early.add(node)
-    made_early = {n for n in early if n.op != "placeholder"}
-    gives_early = [
-        now or (isinstance(o, Node) and o in made_early)
-        for o, now in zip(outputs, needed_early, strict=True)
-    ]
-    late_outputs = [o for o, now in zip(outputs, gives_early, strict=True) if not now]
+    return {n for n in early if n.op != "placeholder"}
+
+
+def _made_late(outputs: list[Any], made_early: set[Node]) -> tuple[set[Node], set[Node]]:
+    """What the late outputs come from: values that are there, and what is made of these."""
     needs: set[Node] = set()
     late: set[Node] = set()
-    stack = [o for o in late_outputs if isinstance(o, Node)]
+    stack = [o for o in outputs if isinstance(o, Node)]
     while stack:
         node = stack.pop()
         if node in made_early or node.op == "placeholder":
@@ -271,34 +327,7 @@ def _split_backward(
         elif node not in late:
             late.add(node)
             stack += node.all_input_nodes
-    kept = [
-        n for n in backward.nodes if n in needs and not _read_again(n, primal_index, keeps_primal)
-    ]
-    bi, bw = fx.Graph(), fx.Graph()
-    values: dict[Node, Node] = {}
-    for node in backward.nodes:
-        if node.op == "placeholder" or node in made_early:
-            values[node] = bi.node_copy(node, values.__getitem__)
-    bi_outputs = [o for o, now in zip(outputs, gives_early, strict=True) if now]
-    bi.output(tuple(values[o] if isinstance(o, Node) else o for o in (*bi_outputs, *kept)))
-    values = {}
-    for node in backward.nodes:
-        if node in needs:
-            values[node] = bw.placeholder(node.name)
-            values[node].meta = dict(node.meta)
-            values[node].meta["saved"] = (
-                node.meta.get("saved", node.name) if node not in kept else node.name
-            )
-        elif node in late:
-            values[node] = bw.node_copy(node, values.__getitem__)
-    bw.output(tuple(values[o] if isinstance(o, Node) else o for o in late_outputs))
-    return (
-        bi,
-        bw,
-        [n.name for n in kept],
-        tuple(i for i, now in enumerate(gives_early) if now),
-        tuple(i for i, now in enumerate(gives_early) if not now),
-    )
+    return needs, late
 
 
 def _is_tuple(node: Node) -> bool:

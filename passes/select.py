@@ -1,23 +1,39 @@
 """Selecting tasks by filter, what to say when a filter matches nothing, and ranks by mesh axis."""
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch.fx.node import Node
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from piper_dynamo.ir.graph import Dag, task_of
 from piper_dynamo.ir.program import Groups
+from piper_dynamo.ir.task import TaskName
+
+T = TypeVar("T")
 
 
-def select(nodes: list[Node], wanted: Any) -> list[Node]:
-    """The compute tasks that a filter matches, in graph order."""
-    found = []
-    for node in nodes:
-        name = task_of(node).name
-        if name is not None and wanted.matches(name.tags):
-            found.append(node)
-    return found
+class TaskIndex(Generic[T]):
+    """Tasks by their tags: a filter is matched with those alone that have its indices."""
+
+    def __init__(self, tasks: Iterable[tuple[TaskName, T]]) -> None:
+        """Of names, with whatever is to be found by them."""
+        self._tasks = list(tasks)
+        # By the tags of which a filter says one index, then by these indices.
+        self._by: dict[tuple[str, ...], dict[tuple[object, ...], list[tuple[TaskName, T]]]] = {}
+
+    def candidates(self, wanted: Any) -> list[tuple[TaskName, T]]:
+        """The tasks with the indices that a filter says, whatever else it asks for, in order."""
+        said = {tag: value for tag, value in wanted.items if isinstance(value, int)}
+        tags = tuple(said)
+        if tags not in self._by:
+            found = self._by[tags] = {}
+            for one in self._tasks:
+                own = one[0].tags
+                found.setdefault(tuple(own.get(tag) for tag in tags), []).append(one)
+        return self._by[tags].get(tuple(said.values()), [])
+
+    def select(self, wanted: Any) -> list[T]:
+        """What a filter matches, in order."""
+        return [found for name, found in self.candidates(wanted) if wanted.matches(name.tags)]
 
 
 def along(mesh: Any, devices: tuple[int, ...], axes: tuple[str, ...]) -> Groups:

@@ -153,7 +153,7 @@ class Split:
     def _whole(self, dag: Dag, node: Node) -> TensorSpec:
         spec: TensorSpec = node.meta["spec"]
         if "tangent" in node.meta:
-            return _joined(spec, dag.outputs[node.meta["tangent"]].batch_dim, self._parts)
+            return joined_spec(spec, dag.outputs[node.meta["tangent"]].batch_dim, self._parts)
         dim = self._dims.get(node.meta["arg"])
         if dim is None or self._parts == 1:
             return spec
@@ -235,7 +235,7 @@ class Split:
             ops.concat,
             (parts, dim),
             name=f"output_{index}",
-            spec=_joined(parts[0].meta["spec"], dim, len(parts)),
+            spec=joined_spec(parts[0].meta["spec"], dim, len(parts)),
         )
 
     def _gradient(
@@ -287,7 +287,7 @@ def _is_weight(node: Node) -> bool:
     return "arg" not in node.meta and "tangent" not in node.meta
 
 
-def _joined(spec: TensorSpec, dim: int | None, parts: int) -> TensorSpec:
+def joined_spec(spec: TensorSpec, dim: int | None, parts: int) -> TensorSpec:
     """What `ops.concat` makes of `parts` values like this one."""
     if parts == 1:
         return spec

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch.fx.node import Node
 
 from piper_dynamo.ir import ops
-from piper_dynamo.ir.graph import Dag, call, pick, safe, task_of
+from piper_dynamo.ir.graph import Dag, call, chunk_name, pick, safe, task_of
 from piper_dynamo.ir.task import Pass, TaskName
 from piper_dynamo.passes.partition import Partition, Phase
 
@@ -49,7 +49,7 @@ def _split(dag: Dag, node: Node) -> None:
             if phase is None:
                 call(dag.graph, part, ops.nothing, (), name=safe(str(name)))
                 continue
-            target = safe(f"{which}_{name.region}")
+            target = chunk_name(which, name.region)
             dag.chunks[target] = phase.chunk
             args = inputs.of(phase, bundle)
             half = call(dag.graph, part, target, args, name=safe(str(name)))

@@ -79,7 +79,7 @@ class Transfer:
             raise PiperPlanError(
                 format_error(
                     "a bundle would have to be sent",
-                    {"of": made.name, "from": made.devices, "to": devices},
+                    {"of": made.name, "at": made.where, "from": made.devices, "to": devices},
                     hint="place the forward and the backward of a microbatch on the same ranks",
                 )
             )

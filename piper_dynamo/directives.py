@@ -10,12 +10,11 @@ Signature: what the user writes -> records that `piper_dynamo.passes` reads.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import isfinite
 from typing import Any, Literal, TypeAlias, get_args
 
 from piper_dynamo.filters import Filter, FilterLike
 from piper_dynamo.ir.task import is_tag_name
-from piper_dynamo.values import Faults, FrozenMap, code, is_whole, maker, user_line
+from piper_dynamo.values import Faults, FrozenMap, code, is_number, is_whole, maker, user_line
 
 Rule: TypeAlias = int | Literal["replicate"]
 Loss: TypeAlias = Literal["mean", "sum"] | Callable[..., Any]
@@ -24,6 +23,7 @@ DType: TypeAlias = Literal["bf16", "fp16", "fp32", "fp64"]
 GroupLike: TypeAlias = FilterLike | Filter | Sequence[FilterLike | Filter]
 
 
+_MOST = 2.0**53  # of a number: those above are not all floats
 # Fields that are printed even where they have their default.
 _ALWAYS = {"Split": ("dim", "num_microbatches")}
 
@@ -254,6 +254,14 @@ class Replicate(_Record):
             if stream is not None:
                 faults.name(argument, stream, "None leaves the stream to Piper")
         faults.whole("prefetch", prefetch, 0, "0 gathers at the use itself")
+        if zero == 0:
+            for argument, value, default in (
+                ("prefetch", prefetch, 1),
+                ("keep", keep, "chunk"),
+                ("gather_stream", gather_stream, None),
+            ):
+                if value != default:
+                    faults.add(argument, value, "is about gathers, of which zero=0 has none")
         if keep not in ("chunk", "step") and not (is_whole(keep) and keep >= 1):
             faults.add(
                 "keep", keep, 'must be "chunk", "step", or how many buckets stay (at least 1)'
@@ -364,8 +372,7 @@ class Recompute(_Record):
         wanted = _region_filter(filter, faults)
         if "MB" in wanted.tags:
             faults.say("filter asks for MB, but a region keeps as much of each microbatch")
-        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if not is_number or not 0 <= budget <= 1:
+        if not is_number(budget) or not 0 <= budget <= 1:
             faults.add("budget", budget, "must be a number from 0 (inputs alone) to 1 (all)")
         faults.check()
         self._store(filter=wanted, budget=float(budget), where=where)
@@ -516,12 +523,7 @@ def _axes(argument: str, given: Sequence[str] | None, faults: Faults) -> tuple[s
 
 
 def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and isfinite(value)
-        and value > 0
-    )
+    return is_number(value) and 0 < value < _MOST
 
 
 Directive: TypeAlias = Split | Place | Replicate | Shard | Recompute | Precision | Order

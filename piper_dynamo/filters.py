@@ -19,6 +19,7 @@ from piper_dynamo.ir.task import Pass, is_tag_name
 from piper_dynamo.values import Faults, code, is_whole, shown
 
 ANY = "*"
+_MOST_DIGITS = 18  # of an index that is told again
 PASSES = tuple(which.value for which in Pass)
 
 TagValue = int | str | tuple[int, ...] | tuple[str, ...]
@@ -134,10 +135,8 @@ def _parse_index(given: object) -> tuple[TagValue, str]:
     if isinstance(given, str):
         if given == ANY:
             return ANY, ""
-        hint = (
-            f"write {int(given)}" if given.isdecimal() else 'an index is a whole number; "*" is any'
-        )
-        return 0, hint
+        is_number = given.isdecimal() and len(given) <= _MOST_DIGITS
+        return 0, f"write {int(given)}" if is_number else 'an index is a whole number; "*" is any'
     if _is_several(given) and all(is_whole(one) and one >= 0 for one in given):
         several = tuple(sorted(set(given)))
         return (several[0] if len(several) == 1 else several), ""

@@ -343,7 +343,7 @@ def stages_by_rank(name: str, placement: Any, num_microbatches: Any) -> list[lis
     for s in range(count):
         groups.setdefault(tuple(placement[s]), []).append(s)
     if sum(map(len, groups)) > len(set().union(*groups)):
-        shares = "two stages share some devices; let them share all or none"
+        shares = "two stages share some devices; let them share all, in one order, or none"
         faults.add("placement", placement, f"{shares}; {_KEYS}")
         faults.check()
     ranks, shape = list(groups.values()), SCHEDULES[name][1]

@@ -34,6 +34,7 @@ from piper_dynamo.lowering.emulate import emulated_chunk
 from piper_dynamo.lowering.sums import passing
 from piper_dynamo.on_device import recorder_of, streams_of
 from piper_dynamo.options import Options
+from piper_dynamo.passes.split import joined_spec
 from piper_dynamo.pending import refuse_idle_init, refuse_meta
 from piper_dynamo.planning import Plan
 from piper_dynamo.restoring import Kept
@@ -412,8 +413,9 @@ class CompiledStep(CapturedStep):
                 found.append(owned[index])
             else:
                 assert output.spec is not None
+                whole = joined_spec(output.spec, output.batch_dim, plan.dag.num_microbatches)
                 owners = entry.owners.get(index, [])
-                found.append(absent_output(output.spec, self._label(index), owners))
+                found.append(absent_output(whole, self._label(index), owners))
         return found
 
     def _label(self, index: int) -> str:

@@ -170,10 +170,15 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     """
     faults = Faults("piper.strategies.pipeline", user_line())
     faults.whole("replicas", replicas, 1)
-    if replicas == 1 and zero:
-        faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
-    if replicas == 1 and bucket_mb is not None:
-        faults.add("bucket_mb", bucket_mb, "needs replicas to reduce over; replicas is 1")
+    _check_zero(replicas, zero, faults)
+    if replicas == 1:
+        for argument, value, default in (
+            ("bucket_mb", bucket_mb, None),
+            ("prefetch", prefetch, 1),
+            ("keep", keep, "chunk"),
+        ):
+            if value != default:
+                faults.add(argument, value, "needs replicas, which gather and reduce; there is 1")
     if shard_ranks is not None and not zero:
         faults.add("shard_ranks", shard_ranks, "needs something to shard; zero is 0")
     faults.whole("expert_ranks", expert_ranks, 1)
@@ -227,6 +232,11 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     )
 
 
+def _check_zero(replicas: int, zero: int, faults: Faults) -> None:
+    if replicas == 1 and zero:
+        faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
+
+
 def _grid(sizes: Mapping[str, int], order: Sequence[str] | None, faults: Faults) -> Mesh:
     """The ranks by all axes; those of one rank need not be in the order."""
     if order is not None and faults.names("order", order):
@@ -262,8 +272,11 @@ def from_orders(
     """
     faults = Faults("piper.strategies.from_orders", user_line())
     faults.whole("replicas", replicas, 1)
-    if replicas == 1 and zero:
-        faults.add("zero", zero, "needs replicas to shard over; replicas is 1")
+    _check_zero(replicas, zero, faults)
+    is_sequence = isinstance(orders, Sequence) and not isinstance(orders, str)
+    if not is_sequence or not all(isinstance(order, Order) for order in orders):
+        faults.add("orders", orders, "must be a sequence of piper.Order, one per pipeline rank")
+        faults.check()
     of_rank: dict[int, int] = {}
     microbatches: set[int] = set()
     for rank, order in enumerate(orders):
@@ -427,5 +440,5 @@ def _stages_said(regions: Mapping[str, Mapping[str, int]], schedule: str, ranks:
     if shape not in (Shape.LOOP, None):
         return None
     said = [tags for tags in regions.values() if isinstance(tags, Mapping) and "PP" in tags]
-    count = len({tags["PP"] for tags in said})
+    count = len({tags["PP"] for tags in said if is_whole(tags["PP"])})  # Strategy refuses others
     return count if count > (2 * ranks if shape is Shape.LOOP else ranks) else None

@@ -10,6 +10,7 @@ The published form is read by its meaning, with these differences:
 - `devices` of replicate and shard must be those the region is placed on, and are not kept;
 - `stream` of place has no counterpart: each pair of ranks has a stream per direction;
 - gradients are averaged over replicas, once per step, where it sums them after every backward;
+- without `shard_grads` and `shard_params` nothing is gathered, and what is said of it is not kept;
 - `shard_grads` is `zero=2`, `shard_params` is `zero=3`; `bucket_size` is in MB in both.
 
 Signature: directives, mesh, loss, regions <-> JSON text.
@@ -32,11 +33,12 @@ from piper_dynamo.directives import (
 )
 from piper_dynamo.errors import PiperStrategyError, PiperSyntaxError
 from piper_dynamo.files import MOST_BYTES, check_size
-from piper_dynamo.filters import Filter
+from piper_dynamo.filters import Filter, TagValue
 from piper_dynamo.mesh import Mesh
-from piper_dynamo.values import shown
+from piper_dynamo.values import is_whole, shown
 
 VERSION = 1
+_MOST_DIGITS = 18  # of a number that is written as a text
 
 _KINDS: Mapping[str, type[Directive]] = {
     "split": Split,
@@ -135,7 +137,7 @@ def load(text: str) -> Parts:
             'not a strategy: expected an object with "piper" and "directives", as to_json writes, '
             f"or an array of directives; got {shown(data)}"
         )
-    if data["piper"] != VERSION or isinstance(data["piper"], bool):
+    if not is_whole(data["piper"]) or data["piper"] != VERSION:
         raise PiperSyntaxError(
             f"a strategy of version {data['piper']!r}; this Piper reads version {VERSION}"
         )
@@ -212,15 +214,27 @@ def _check_devices(
     directive: Replicate | Shard, devices: list[int], made: list[Directive], index: int
 ) -> None:
     """Replicate and Shard act on the devices a region is placed on; a file may not say others."""
-    asked = directive.filter.tags.get("PP")
     for place in made:
-        placed = place.filter.tags.get("PP") if isinstance(place, Place) else None
-        meets = asked in (None, "*") or placed in (None, "*") or asked == placed
-        if isinstance(place, Place) and meets and set(place.devices) != set(devices):
+        if not isinstance(place, Place) or not _meet(place.filter, directive.filter):
+            continue
+        if set(place.devices) != set(devices):
             raise PiperStrategyError(
                 f"directive {index} names devices {devices}, but the region is placed elsewhere\n"
                 f"  place  {place!r}\n  hint   name the same devices in both"
             )
+
+
+def _meet(one: Filter, other: Filter) -> bool:
+    """Whether a region may be meant by both: of tags in both, some index is."""
+    mine, others = one.tags, other.tags
+    return all(_share(mine[tag], others[tag]) for tag in mine.keys() & others.keys())
+
+
+def _share(one: TagValue, other: TagValue) -> bool:
+    if "*" in (one, other):
+        return True
+    sides = [set(side) if isinstance(side, tuple) else {side} for side in (one, other)]
+    return not sides[0].isdisjoint(sides[1])
 
 
 def _place(row: dict[str, Any], label: str) -> Place:
@@ -233,14 +247,18 @@ def _replicate(row: dict[str, Any], label: str) -> Replicate:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise PiperSyntaxError(f"{label}: {name} must be true or false: {shown(flag)}")
+    zero = 3 if flags["shard_params"] else 2 if flags["shard_grads"] else 0
+    gathers = {
+        "gather_stream": row.get("gather_stream"),
+        "prefetch": row.get("prefetch_distance", 1),
+        "keep": "chunk" if flags["regather"] else "step",
+    }
     return Replicate(
         _filter(row["filter"], label),
-        zero=3 if flags["shard_params"] else 2 if flags["shard_grads"] else 0,
+        zero=zero,
         bucket_mb=row.get("bucket_size"),
         reduce_stream=row.get("reduce_stream"),
-        gather_stream=row.get("gather_stream"),
-        prefetch=row.get("prefetch_distance", 1),
-        keep="chunk" if flags["regather"] else "step",
+        **(gathers if zero else {}),
     )
 
 
@@ -273,6 +291,8 @@ _READERS: Mapping[str, Callable[[dict[str, Any], str], Directive]] = {
 
 
 def _devices(row: dict[str, Any], label: str) -> list[int]:
+    if "devices" in row and "device" in row:
+        raise PiperSyntaxError(f"{label}: both 'devices' and 'device'; leave out one")
     devices = row.get("devices", row.get("device"))
     if not isinstance(devices, list) or not devices:
         raise PiperSyntaxError(f"{label}: devices must be an array of ranks, not {shown(devices)}")
@@ -293,7 +313,8 @@ def _filter(given: Any, label: str) -> dict[str, Any]:
 
 def _whole(value: Any) -> Any:
     """Its numbers may be texts; anything else is left for the directive to refuse."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS
+    return int(value) if is_number else value
 
 
 # ---- both forms ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper_dynamo.errors import PiperRuntimeError
+from piper_dynamo.errors import PiperRuntimeError, format_error
 from piper_dynamo.ir.program import EXCHANGES, Op
 
 
@@ -81,7 +81,13 @@ def pack(op: Op, values: Sequence[Any], size: int) -> Parcel:
     rows, splits = values
     told = sum(splits.sent if op is Op.EXCHANGE else splits.received)
     if rows.shape[0] != told:
-        raise PiperRuntimeError(f"{rows.shape[0]} rows are to be sent, but {told} were counted")
+        raise PiperRuntimeError(
+            format_error(
+                "other rows are to be sent than were counted",
+                {"rows": rows.shape[0], "counted": told},
+                hint="experts must give as many rows as they take: one result for each",
+            )
+        )
     if op is Op.EXCHANGE:
         return Parcel(
             value=rows.contiguous(),
@@ -100,7 +106,13 @@ def pack(op: Op, values: Sequence[Any], size: int) -> Parcel:
 def _even(rows: Tensor, size: int) -> Parcel:
     share, rest = divmod(rows.shape[0], size)
     if rest:
-        raise PiperRuntimeError(f"{rows.shape[0]} rows cannot go evenly to {size} ranks")
+        raise PiperRuntimeError(
+            format_error(
+                "rows cannot go evenly to all ranks of experts",
+                {"rows": rows.shape[0], "ranks": size},
+                hint="with a capacity, every expert takes as many rows: this is a fault of Piper",
+            )
+        )
     even = [share] * size
     return Parcel(value=rows.contiguous(), sent=even, received=even, unpack=lambda come: [come])
 

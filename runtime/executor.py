@@ -135,7 +135,7 @@ def sleep_until(deadline_s: float) -> None:
 
 
 class Runtime:
-    """What emitted programs call. One per executor; nothing is kept from step to step."""
+    """What emitted programs call. One per executor: what a step sets is set again as it resumes."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -448,8 +448,12 @@ class Executor:
             loss, outputs, grads, buffers = self._run_part(runtime, step, *arguments)
             return StepResults(loss=loss, outputs=outputs, grads=grads, buffers=buffers)
         outputs, buffers, resume = self._run_part(runtime, step, *arguments)
+        faults = dict(runtime.faults)
 
         def backward(tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            # Another step may have begun since: what is drawn again must be what was drawn.
+            runtime.step_seed, runtime.first_microbatch = seed, first_microbatch
+            runtime.faults |= faults
             try:
                 self._run_part(runtime, resume, tuple(tangents))
             except StopIteration as end:

@@ -47,7 +47,7 @@ FAULTS = (  # in these sections, but nobody's rule: they say that Piper is wrong
     "the captured graph has an input of an unknown kind: …",
     "the captured graph has an output of an unknown kind: …",
     "output … of the model is not in the captured graph",
-    "the captured graph's regions wait for one another: …",
+    "the captured graph's regions wait for one another",
 )
 
 

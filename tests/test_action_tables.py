@@ -365,6 +365,9 @@ def test_orders_that_make_no_strategy():
     good = piper.schedules.from_csv(GOOD)
     with pytest.raises(piper.PiperStrategyError, match="is empty"):
         piper.strategies.from_orders([])
+    for wrong in (None, good[0], [1], "F0"):
+        with pytest.raises(piper.PiperStrategyError, match=r"must be a sequence of piper\.Order"):
+            piper.strategies.from_orders(wrong)  # type: ignore[arg-type]
     with pytest.raises(piper.PiperStrategyError, match="replicas is 1"):
         piper.strategies.from_orders(good, zero=1)
     with pytest.raises(piper.PiperStrategyError, match=r"is of a stage of orders\[0\]"):

@@ -157,7 +157,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 
 
 def test_messages_are_divided_or_refused() -> None:
-    with pytest.raises(piper.PiperRuntimeError, match="7 rows cannot go evenly to 2 ranks"):
+    with pytest.raises(piper.PiperRuntimeError, match=r"rows cannot go evenly(.|\n)*7\n"):
         pack(Op.EXCHANGE, [torch.zeros(7, 4)], 2)
 
 

@@ -455,3 +455,51 @@ def test_evaluation_takes_no_seed_from_training() -> None:
 
     ((plain,), (between,)) = (jobs.run_ranks(lambda e=e: job(e), 1) for e in (False, True))
     assert plain == between
+
+
+class Unfinished(nn.Module):
+    """Its loss is made outside; each stage draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList([torch.ones(8, dtype=torch.float64) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k in range(2):
+            with piper.annotate("PP", k):
+                x = torch.tanh(F.dropout(x * self.w[k], 0.5, self.training).square())
+        return x
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_outstanding_forwards_draw_their_own_masks_again(microbatches: int) -> None:
+    """The first's backward comes after the second's forward, which drew others."""
+    x = torch.linspace(0.5, 1.5, 64, dtype=torch.float64).reshape(8, 8)
+
+    def job(outstanding: bool) -> list[dict[str, Tensor]]:
+        model = Unfinished()
+        step = piper.compile(
+            model, recomputed(jobs.strategy(ONE, microbatches), 0.0), example_inputs=(x,)
+        )
+        found = []
+
+        def finish(output: Tensor) -> None:
+            model.zero_grad()
+            output.sum().backward()
+            found.append(jobs.grads(step))
+
+        torch.manual_seed(5)
+        first = step(x)
+        if not outstanding:
+            finish(first)
+        second = step(x)
+        if outstanding:
+            finish(first)
+        finish(second)
+        return found
+
+    ((want,), (got,)) = (jobs.run_ranks(lambda o=o: job(o), 1) for o in (False, True))
+    assert want[0]["w.0"].ne(want[1]["w.0"]).any()
+    for one, other in zip(got, want, strict=True):
+        for name, grad in one.items():
+            jobs.close(grad, other[name], name)

@@ -17,6 +17,7 @@ from piper_dynamo.errors import PiperCaptureError
 from piper_dynamo.ir.graph import is_pick, task_of
 from piper_dynamo.ir.task import Kind
 from piper_dynamo.passes.split import Split
+from tests import jobs
 from tests.models import Checkpointed, Custom, NormNet, TiedLM, Tripled, fill, rows, xin
 from tests.tracing import Stages, capture, same_as_eager
 
@@ -441,3 +442,35 @@ def test_only_forward_without_gradients():
     assert {str(task_of(n)) for n in stages.dag.tasks()} == {"F.PP0", "F.PP1", "F.PP2"}
     assert not any(task_of(n).kind is not Kind.COMPUTE for n in stages.dag.tasks())
     assert all(p.backward is None for p in stages.partitions.values())
+
+
+class Alike(nn.Module):
+    """The names of two regions differ in a dot and an underscore alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(fill([4, 4], k) for k in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("A", 1):
+            x = torch.tanh(x @ self.w[0])
+            with piper.annotate("B", 2):
+                x = torch.sin(x @ self.w[1])
+        with piper.annotate("A1_B", 2):
+            return torch.cos(x @ self.w[2]).square().mean()
+
+
+def test_chunks_have_names_of_their_own_whatever_the_tags():
+    def job() -> tuple[float, dict[str, Tensor]]:
+        place = piper.Strategy(piper.Split({}, num_microbatches=2), piper.Place({}, devices=[0]))
+        step = piper.compile(Alike(), place, example_inputs=BATCH)
+        loss = step(*BATCH)
+        loss.backward()
+        return loss.item(), jobs.grads(step)
+
+    want = Alike()
+    loss = want(*BATCH)
+    loss.backward()
+    ((found, grads),) = jobs.run_ranks(job, 1)
+    jobs.close(found, loss.item(), "loss")
+    jobs.check_grads([grads], want)

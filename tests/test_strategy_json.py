@@ -299,7 +299,33 @@ BAD_TEXTS: list[tuple[str, type[Exception], str]] = [
         piper.PiperStrategyError,
         "directive 1 names devices [0, 1], but the region is placed elsewhere",
     ),
+    (
+        '[{"op": "place", "filter": {"PP": 1}, "devices": [0]},'
+        ' {"op": "replicate", "filter": {"PP": [0, 1]}, "devices": [5, 6]}]',
+        piper.PiperStrategyError,
+        "directive 1 names devices [5, 6], but the region is placed elsewhere",
+    ),
+    (
+        '[{"op": "place", "filter": {"PP": 0}, "devices": [0], "device": [1]}]',
+        piper.PiperSyntaxError,
+        "directive 0: both 'devices' and 'device'; leave out one",
+    ),
+    (
+        f'[{{"op": "place", "filter": {{"PP": "{"9" * 5000}"}}, "devices": [0]}}]',
+        piper.PiperStrategyError,
+        'an index is a whole number; "*" is any',
+    ),
+    ('{"piper": 1.0, "directives": []}', piper.PiperSyntaxError, "a strategy of version 1.0"),
 ]
+
+
+def test_devices_are_compared_with_those_of_the_same_regions_alone():
+    """Whatever tags say which these are."""
+    places = [{"op": "place", "filter": {"EP": k}, "devices": [2 * k, 2 * k + 1]} for k in range(2)]
+    more = {"op": "replicate", "filter": {"EP": 0}, "devices": [0, 1], "prefetch_distance": 2}
+    assert piper.Strategy.from_json(json.dumps([*places, more])).directives[2] == piper.Replicate(
+        {"EP": 0}
+    )
 
 
 @pytest.mark.parametrize(("text", "kind", "message"), BAD_TEXTS)

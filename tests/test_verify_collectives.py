@@ -96,6 +96,11 @@ def test_a_collective_of_others_is_refused():
     assert "rank 2 #0 all_reduce c0: is not in its group (0, 1)" in text
 
 
+def test_a_collective_with_a_rank_that_is_not_there_is_refused():
+    text = refused(by_hand(collective(0, 0, (0, 5)), collective(1, 0, (0, 1))))
+    assert "rank 0 #0 all_reduce c0: its group has no rank 5" in text
+
+
 def test_collectives_of_two_groups_that_cross_deadlock():
     """Rank 0 waits for the one of (0, 1) first, rank 1 for the one of (1, 2), rank 2 of (0, 2)."""
     a, b, c = (0, 1), (1, 2), (0, 2)

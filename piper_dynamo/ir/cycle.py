@@ -1,41 +1,31 @@
-"""Finding a cycle in a directed graph of integers, in linear time."""
+"""Order and cycles of a directed graph of integers, in linear time."""
 
 from collections.abc import Sequence
 
 
-def topological_order(successors: Sequence[Sequence[int]]) -> list[int] | None:
-    """The vertices in an order that respects all edges, or None if there is a cycle."""
+def topological_order(successors: Sequence[Sequence[int]]) -> list[int]:
+    """The vertices in an order that respects all edges, by Kahn's algorithm (CACM 5(11), 1962).
+
+    Those on a cycle, or after one, are left out.
+    """
     count = [0] * len(successors)
     for targets in successors:
         for target in targets:
             count[target] += 1
-    ready = [v for v in range(len(successors)) if count[v] == 0]
-    order: list[int] = []
-    while ready:
-        vertex = ready.pop()
-        order.append(vertex)
+    order = [v for v, before in enumerate(count) if before == 0]
+    for vertex in order:  # grows while it is read
         for target in successors[vertex]:
             count[target] -= 1
             if count[target] == 0:
-                ready.append(target)
-    return order if len(order) == len(successors) else None
+                order.append(target)
+    return order
 
 
 def find_cycle(successors: Sequence[Sequence[int]]) -> list[int]:
     """A shortest cycle through some vertex, in edge order; empty if there is none."""
-    count = [0] * len(successors)
-    for targets in successors:
-        for target in targets:
-            count[target] += 1
-    ready = [v for v in range(len(successors)) if count[v] == 0]
     alive = [True] * len(successors)
-    while ready:
-        vertex = ready.pop()
+    for vertex in topological_order(successors):
         alive[vertex] = False
-        for target in successors[vertex]:
-            count[target] -= 1
-            if count[target] == 0:
-                ready.append(target)
     # What is left can reach a cycle or is on one. Walking backwards stays among vertices with a
     # predecessor left.
     left = [v for v in range(len(successors)) if alive[v]]

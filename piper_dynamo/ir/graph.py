@@ -23,7 +23,7 @@ from piper_dynamo.ir.joint import Arg, ArgKind, Output
 from piper_dynamo.ir.ops import block_spec
 from piper_dynamo.ir.program import Groups, copy_groups
 from piper_dynamo.ir.spec import Source, TensorSpec
-from piper_dynamo.ir.task import Kind, RegionId, Task, TaskName
+from piper_dynamo.ir.task import Kind, Pass, RegionId, Task, TaskName
 
 WEIGHT = "weight"  # name of the placeholder(s) that scale a microbatch's loss and tangent
 
@@ -287,6 +287,14 @@ def collective(
 def safe(text: str) -> str:
     """An identifier made of a task's or value's text."""
     return "".join(c if c.isalnum() else "_" for c in text)
+
+
+def chunk_name(which: Pass, region: RegionId) -> str:
+    """The identifier of a region's chunk, `F_PP0_EP1`.
+
+    Underscores of tags are doubled: the regions `A1.B2` and, of a tag `A1_B`, `A1_B2` are two.
+    """
+    return safe(f"{which}.{region}".replace("_", "__"))
 
 
 def results_of(graph: fx.Graph) -> dict[str, Any]:

@@ -173,6 +173,8 @@ def _check_collectives(programs: Sequence[RankProgram], found: Matching) -> None
     """Per group, every member issues the same collectives in the same order."""
     faults = found.faults
     issued: dict[Group, dict[int, list[int]]] = {}
+    by_rank = {program.rank: program for program in programs}
+    strange: set[Group] = set()  # some members have no program to compare
     for program in programs:
         open_handles: set[str] = set()
         started: set[str] = set()
@@ -181,6 +183,11 @@ def _check_collectives(programs: Sequence[RankProgram], found: Matching) -> None
                 if program.rank not in instr.group:
                     faults.append(f"{where(program, index)}: is not in its group {instr.group}")
                     found.unmatched.add(instr.communicator)
+                if strangers := [rank for rank in instr.group if rank not in by_rank]:
+                    named = ", ".join(map(str, strangers))
+                    faults.append(f"{where(program, index)}: its group has no rank {named}")
+                    found.unmatched.add(instr.communicator)
+                    strange.add(instr.communicator)
                 mine = issued.setdefault(instr.communicator, {})
                 mine.setdefault(program.rank, []).append(index)
                 open_handles.add(instr.outputs[0])
@@ -191,8 +198,9 @@ def _check_collectives(programs: Sequence[RankProgram], found: Matching) -> None
                     why = "again" if before else "but no collective before it has that handle"
                     faults.append(f"{where(program, index)}: waits for {instr.inputs[0]!r}, {why}")
                 open_handles.discard(instr.inputs[0])
-    by_rank = {program.rank: program for program in programs}
     for communicator, members in issued.items():
+        if communicator in strange:
+            continue
         differing = _check_communicator(by_rank, communicator, members)
         if differing:
             found.unmatched.add(communicator)
