@@ -79,12 +79,61 @@ INTRODUCTION = (
     "- *Live forwards*: the most microbatches whose forward a rank has run and whose backward it "
     f"has not finished, for ranks 0 to {RANKS - 1}, in units of a rank's whole share of the "
     "activations.",
-    "- *Peak*: the most bytes that a rank's step holds at once beside parameters, as the plan "
-    "predicts (`plan.simulate().peak_bytes(rank)`); in the table, on the rank that holds most. The "
+    "- *Peak*: the most bytes that a rank's step holds at once beside parameters, and beside what "
+    "a task needs only while it runs, as the plan predicts "
+    "(`plan.simulate().peak_bytes(rank)`); in the table, on the rank that holds most. The "
     f"model is {LAYERS} linear layers of width {WIDTH} with tanh, at {ROWS} rows per microbatch: "
-    f"{show_bytes(SHARE_BYTES)} per live forward. Its input needs no gradient; for the times it "
-    "does, so that the first stage has as much to do as the others.",
+    f"{show_bytes(SHARE_BYTES)} per live forward. Its input needs no gradient; for the times, "
+    "and in the pictures, it does, so that the first stage has as much to do as the others.",
 )
+OWN = (
+    "An `Order` says what one rank runs, group after group. A group is a filter, or a list of "
+    "filters whose tasks may interleave, as those of a pair in dualpipev do: then the scheduler "
+    'decides. `PASS` is `"F"`, `"B"`, or a backward\'s halves `"BI"` (input gradient) and `"BW"` '
+    "(weight gradient); naming these splits it. What no Order names runs when it can. "
+    "`piper.strategies.from_orders` adds the `Split` and the `Place`s."
+)
+OWN_CODE = """\
+```python
+import torch
+from torch import nn
+
+import piper_dynamo as piper
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        for k, layer in enumerate(self.layers):
+            with piper.annotate("PP", k):
+                x = torch.tanh(layer(x))
+        with piper.annotate("PP", 1):
+            return x.square().mean()
+
+
+def late_weights(ranks, num_microbatches):
+    \"""All forwards, then all input gradients, then all weight gradients.\"""
+    return [
+        piper.Order(
+            [
+                {"PP": rank, "MB": mb, "PASS": half}
+                for half in ("F", "BI", "BW")
+                for mb in range(num_microbatches)
+            ]
+        )
+        for rank in range(ranks)
+    ]
+
+
+strategy = piper.strategies.from_orders(late_weights(2, 4))
+plan = piper.plan(Model(), strategy, (torch.randn(8, 16),), world_size=2)
+print(plan.simulate().makespan)  # 13 where F, BI and BW take 1 each; gpipe takes 14
+plan.plot("late_weights.png")
+```
+"""
 
 
 def facts(name: str) -> dict[str, str]:
@@ -104,6 +153,10 @@ def text() -> str:
         "",
         _table(),
         *(_section(name) for name in SCHEDULES),
+        "## A schedule of your own\n",
+        _wrapped(OWN),
+        "",
+        OWN_CODE,
     ]
     return "\n".join(parts)
 

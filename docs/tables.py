@@ -39,7 +39,7 @@ excludes itself. A pair without a schedule runs on two stages of 1F1B.
 Rows are what is tried with everything; more works, and has tests of its own: the other schedules
 ([schedules.md](schedules.md)), meshes and `Place` by microbatch, chunks compiled by Inductor,
 autocast. What is not built is refused by name: tensor parallelism, several `Split`s,
-`Order(stream=)`; [README.md](../README.md) lists it.
+`Order(stream=)`.
 
 """
 

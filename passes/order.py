@@ -6,6 +6,7 @@ group may interleave, which the scheduler decides where several filters name the
 Signature: placed DAG -> the same DAG with order edges beside it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -88,6 +89,22 @@ def _at(order: Any) -> str:
     return f"{order.where} ({order.maker})" if order.maker else str(order.where)
 
 
+def _labels(orders: Sequence[Any]) -> list[str]:
+    """Where each order is from, and which of those of one line it is: a loop may have made them."""
+    lines = [_at(order) for order in orders]
+    many, met = Counter(lines), Counter[str]()
+    labels = []
+    for order, line in zip(orders, lines, strict=True):
+        met[line] += 1
+        is_told = many[line] > 1 and not order.maker
+        labels.append(f"{line}, number {met[line]} of {many[line]} there" if is_told else line)
+    return labels
+
+
+def _ranks(devices: Sequence[int]) -> str:
+    return f"{'rank' if len(devices) == 1 else 'ranks'} {', '.join(map(str, devices))}"
+
+
 def _pass_values(wanted: Any) -> set[str]:
     """The passes a filter names; none if it takes any."""
     for tag, value in wanted.items:
@@ -131,6 +148,7 @@ class Order:
             if task.name not in self._undecided:
                 decided.setdefault(task.devices, []).append((task.name, node))
         index = TaskIndex(named)
+        labels = _labels(self._orders)
         grouped: dict[Node, list[tuple[int, int]]] = {}
         for number, order in enumerate(self._orders):
             groups: list[list[Node]] = []
@@ -144,14 +162,15 @@ class Order:
                         grouped.setdefault(node, []).append((number, len(groups)))
             if missing:
                 told = describe_misses(missing, dag, order.maker)
-                faults += [f"{_at(order)}: {one}" for one in told]
-            faults += _same_devices(order, groups)
-            twice = _doubled(order, groups)
+                faults += [f"{labels[number]}: {one}" for one in told]
+            faults += _same_devices(labels[number], groups)
+            twice = _doubled(labels[number], groups)
             is_doubled |= bool(twice)
             faults += twice
-            faults += _left_out(order, groups, decided, dag.num_microbatches)
+            slips = _left_out(order.maker, groups, decided, dag.num_microbatches)
+            faults += [f"{labels[number]}: {one}" for one in slips]
             for before, after in pairwise(groups):
-                dag.orders += [(a, b, _at(order)) for a in before for b in after if a is not b]
+                dag.orders += [(a, b, labels[number]) for a in before for b in after if a is not b]
         # A task that comes twice waits for itself, which says nothing more.
         cycle = "" if is_doubled else find_contradiction(dag)
         if faults:
@@ -191,7 +210,7 @@ class Order:
         )
 
 
-def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:
+def _same_devices(order: str, groups: list[list[Node]]) -> list[str]:
     devices: dict[tuple[int, ...], Node] = {}
     for group in groups:
         for node in group:
@@ -199,31 +218,31 @@ def _same_devices(order: Any, groups: list[list[Node]]) -> list[str]:
                 devices.setdefault(task_of(node).devices, node)
     if len(devices) <= 1:
         return []
-    shown = ", ".join(f"{task_of(n).name} on {d}" for d, n in list(devices.items())[:4])
+    shown = ", ".join(f"{task_of(n).name} on {_ranks(d)}" for d, n in list(devices.items())[:4])
     return [
-        f"{_at(order)}: one order names tasks of several device groups: {shown}\n"
-        "  hint  write one piper.Order per device group"
+        f"{order}: one order names tasks of several device groups: {shown}\n"
+        "  hint  write one piper.Order for each rank, or for each group of replicas"
     ]
 
 
-def _doubled(order: Any, groups: list[list[Node]]) -> list[str]:
+def _doubled(order: str, groups: list[list[Node]]) -> list[str]:
     seen: dict[Node, int] = {}
     twice: list[str] = []
     for position, group in enumerate(groups):
         for node in group:
             if node in seen:
-                both = f"as group {seen[node]} and group {position}"
+                both = f"in groups[{seen[node]}] and groups[{position}]"
                 twice.append(f"{task_of(node).name} comes twice, {both}")
             seen[node] = position
     if not twice:
         return []
     first, *others = twice
     more = f"; so do {len(others)} more of its tasks: the last {others[-1]}" if others else ""
-    return [f"{_at(order)}: {first}{more}"]
+    return [f"{order}: {first}{more}\n  hint  a task runs once: name it in one group"]
 
 
 def _left_out(
-    order: Any,
+    maker: str,
     groups: list[list[Node]],
     decided: Mapping[tuple[int, ...], list[tuple[TaskName, Node]]],
     num_microbatches: int,
@@ -253,8 +272,8 @@ def _left_out(
         return []
     shown = ", ".join(slips[:6]) + (f" and {len(slips) - 6} more" if len(slips) > 6 else "")
     return [
-        f"{_at(order)}: leaves out {shown}, though it names the same pass of other microbatches\n"
-        f"  hint  {made_for(num_microbatches, order.maker)} Name a pass for all microbatches, or "
+        f"leaves out {shown}, though it names the same pass of other microbatches\n"
+        f"  hint  {made_for(num_microbatches, maker)} Name a pass for all microbatches, or "
         "for none"
     ]
 
@@ -341,8 +360,7 @@ def _orders_of(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
         run = list(same)
         if where:
             first, last = task_of(run[0][1]), task_of(run[-1][2])
-            ranks = ",".join(map(str, first.devices))
-            on = f", on rank {ranks}" if ranks else ""
+            on = f", on {_ranks(first.devices)}" if first.devices else ""
             found.append(f"the Order at {where}: {first} before {last}{on}")
     if not found:
         return {}

@@ -171,7 +171,7 @@ class Place:
         if placed == list(range(len(placed))):
             arguments = self._arguments()
             devices = arguments.ranks if arguments is not None else "the devices"
-            hint = f"start {len(placed)} ranks, or change {devices}"
+            hint = f"start {_count(len(placed))}, or change {devices}"
         else:
             hint = f"number the ranks that are used from 0 to {len(placed) - 1}"
         faults = [
@@ -184,8 +184,9 @@ class Place:
         if idle and not faults:
             labels = dict.fromkeys(p.label for p in self._placements)
             faults.append(
-                f"nothing is placed on {_ranks(idle)} of {self._world_size}; placed are "
-                f"{_ranks(placed)}, by {', '.join(labels)}\n  hint  {hint}"
+                f"nothing is placed on {_ranks(idle)} of {self._world_size}; "
+                f"{', '.join(labels)} {'use' if len(labels) > 1 else 'uses'} {_ranks(placed)}\n"
+                f"  hint  {hint}"
             )
         return faults
 
@@ -270,6 +271,10 @@ def _last_task(node: Node) -> Node:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + _listed(ranks)
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks != 1)}"
 
 
 def _listed(numbers: Iterable[int | None]) -> str:

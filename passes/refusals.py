@@ -42,4 +42,4 @@ class PlaceOrRefuse:
             self._order(dag)
         except PiperPlanError as error:
             refused.append(error)
-        raise PiperPlanError("\n".join(map(str, refused))) from refused[0]
+        raise PiperPlanError("\n".join(map(str, refused))) from None

@@ -94,6 +94,8 @@ def _described(reasons: Mapping[str, str]) -> str:
 
 def made_for(num_microbatches: int, maker: str) -> str:
     """What may be wrong with an order that does not go with the number of microbatches."""
+    if num_microbatches == 1 and not maker:
+        return "the batch is not split; add piper.Split({}, num_microbatches=...)."
     asked = f"give {maker} as many." if maker else "is the schedule made for as many?"
     return f"the batch is split into {num_microbatches}; {asked}"
 

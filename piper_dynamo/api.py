@@ -388,7 +388,7 @@ def loss_index(output: Any, wanted: Any) -> int:
                 format_error(
                     f"the model's output has no {wanted!r} to be the loss",
                     {"outputs": _paths_text(output)},
-                    hint="name one of these by loss=",
+                    hint=_name_one(wanted),
                 )
             ) from error
     if not isinstance(found, StandIn):
@@ -396,10 +396,20 @@ def loss_index(output: Any, wanted: Any) -> int:
             format_error(
                 f"the output {wanted!r} is not a tensor",
                 {"outputs": _paths_text(output)},
-                hint="name one of these by loss=",
+                hint=_name_one(wanted),
             )
         )
     return found.place
+
+
+def _name_one(wanted: Any) -> str:
+    hint = "name one of these by loss="
+    if wanted in ("mean", "sum"):
+        hint += (
+            "; how those of microbatches combine is Split(loss=), or combine= of "
+            "piper.strategies.pipeline"
+        )
+    return hint
 
 
 def _paths_text(output: Any) -> str:

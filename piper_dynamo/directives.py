@@ -453,7 +453,8 @@ class Order(_Record):
 
     Attributes:
         groups: Each a tuple of filters; a filter alone is a group of one.
-        stream: Logical stream the tasks run on.
+        stream: Logical stream the tasks run on. Anything but None is refused when a plan is made:
+            not built yet.
         where: The user's line.
         maker: The function of piper.strategies or piper.schedules called there; "" for none.
     """

@@ -336,7 +336,7 @@ def stages_by_rank(name: str, placement: Any, num_microbatches: Any) -> list[lis
     else:
         for s, devices in placement.items():
             if not _are_devices(devices):
-                must = f"must be a list of different ranks: [0], those of stage {s}"
+                must = f"must be a list of different ranks: [{s}], those of stage {s}"
                 faults.add(f"placement[{s}]", devices, must)
     faults.check()
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -38,7 +38,7 @@ def placement(
     """Where a schedule wants its stages: a line, one or both ways, a loop or a V.
 
     Args:
-        schedule: Its name in `piper.schedules`, or the function itself.
+        schedule: Its name in `piper.schedules`, or that function. One of your own: `from_orders`.
         ranks: Pipeline ranks.
         stages: Stages in all; None: as few as the schedule can have. Only gpipe and
             interleaved_1f1b can have more, a multiple of `ranks`.
@@ -88,7 +88,7 @@ def places(
     the microbatches, and on those of stage p-1-s for the second half.
 
     Args:
-        schedule: Its name in `piper.schedules`, or the function itself.
+        schedule: Its name in `piper.schedules`, or that function. One of your own: `from_orders`.
         placement: Devices of each stage, as the schedule takes it.
         num_microbatches: How many microbatches the batch is split into.
 
@@ -139,7 +139,7 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     """A pipeline over regions `PP=0` to `PP=stages-1`, placed as the schedule needs it.
 
     Args:
-        schedule: Its name in `piper.schedules`, or the function itself.
+        schedule: Its name in `piper.schedules`, or that function. One of your own: `from_orders`.
         ranks: Pipeline ranks.
         num_microbatches: How many microbatches the batch is split into.
         stages: Stages in all; None: as few as the schedule can have, see `placement`.
@@ -171,6 +171,10 @@ def pipeline(  # noqa: PLR0913  (each has its place in one of the directives)
     faults = Faults("piper.strategies.pipeline", user_line())
     faults.whole("replicas", replicas, 1)
     _check_zero(replicas, zero, faults)
+    if not callable(combine) and combine not in ("mean", "sum"):
+        faults.add(
+            "combine", combine, 'must be "mean", "sum" or a weight function, see piper.Split'
+        )
     if replicas == 1:
         for argument, value, default in (
             ("bucket_mb", bucket_mb, None),

@@ -167,7 +167,10 @@ def _load_directive(row: Any, index: int) -> Directive:
         ("groups",) if kind is Order else ("filter", "devices") if kind is Place else ("filter",)
     )
     _needed(row, needed, label)
-    return kind(**given)
+    try:
+        return kind(**given)
+    except PiperStrategyError as error:
+        raise PiperStrategyError(f"{label}: {error}") from None
 
 
 # ---- the published form -------------------------------------------------------------------------

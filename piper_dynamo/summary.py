@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from piper_dynamo.errors import PiperSyntaxError
 from piper_dynamo.footprint import RankMemory, held_spec
@@ -35,6 +36,7 @@ NONE = "-"
 _ALWAYS = ("rank", "regions", "tasks", "step peak")
 # Of the step itself: the loss is a number, and its reduction says nothing of a strategy.
 LOSS = "loss"
+MEMORY_TITLE = "memory when each rank holds most"
 _LISTED = 20  # rows of a table whose length grows with the plan
 COLUMNS = {  # what those of the first table say
     "regions": "the tagged parts of the model that it runs; x3: cut into 3 pieces",
@@ -47,7 +49,15 @@ COLUMNS = {  # what those of the first table say
     "exchanges": "rows brought to experts and back, and the bytes of all",
     "gathers": "sharded parameters made whole before they are used, and the bytes of all",
     "reductions": "gradients summed over replicas, and the bytes of all",
-    "step peak": "most bytes that the step adds to what it holds before",
+    "step peak": "most bytes that the step adds to what it holds before, but for 'inside tasks'",
+}
+HELD_COLUMNS = {  # what those of the table of memory say
+    "optimizer state": "of the parameters that it holds",
+    "gradients": "of its parameters, and what is added to them",
+    "activations": "what forwards leave for backwards",
+    "gathered parameters": "sharded ones while they are whole",
+    "communication": "what is sent or has come, until it is used",
+    INSIDE: "what a task needs only while it runs, at its most",
 }
 
 
@@ -231,7 +241,11 @@ def legend(text: str) -> str:
     heads = next(line for line in text.splitlines() if line.split()[:2] == ["rank", "regions"])
     rows = [(head, says) for head, says in COLUMNS.items() if f" {head}" in heads]
     rows.append(("chunks", "the operators of a task, compiled as one; equal ones only once"))
-    return "\n".join(["of a rank, and in one step:", *(f"  {a:<11} {b}" for a, b in rows)])
+    lines = text.splitlines()
+    held = next((h for t, h in pairwise(lines) if t.startswith(MEMORY_TITLE)), "")
+    rows += [(head, says) for head, says in HELD_COLUMNS.items() if f" {head}" in held]
+    width = max(len(head) for head, _ in rows)
+    return "\n".join(["of a rank, and in one step:", *(f"  {a:<{width}} {b}" for a, b in rows)])
 
 
 def tasks(programs: Sequence[RankProgram]) -> str:
@@ -334,11 +348,16 @@ def _trained_lines(args: Sequence[Arg]) -> list[str]:
 
 def _shared_lines(shared: Mapping[str, Sequence[tuple[int, ...]]]) -> list[str]:
     """Parameters of several stages, whose copies get the sum of all their gradients."""
-    lines = []
-    for name, groups in list(shared.items())[:_LISTED]:
+    by_holders: dict[str, list[str]] = {}
+    for name, groups in shared.items():
         ranks = " and ".join(f"{'rank' if len(g) == 1 else 'ranks'} {listed(g)}" for g in groups)
-        lines.append(f"{name} is held by {ranks}: the sum of their gradients goes to each")
-    return [*lines, *_rest(list(shared))]
+        by_holders.setdefault(ranks, []).append(name)
+    lines = []
+    for ranks, names in by_holders.items():
+        one = len(names) == 1
+        who = f"{names[0]} is" if one else f"{len(names)} parameters ({names[0]}, ...) are"
+        lines.append(f"{who} held by {ranks}: the sum of their gradients goes to each")
+    return lines
 
 
 def _memory_lines(found: Sequence[RankMemory]) -> list[str]:
@@ -351,7 +370,7 @@ def _memory_lines(found: Sequence[RankMemory]) -> list[str]:
         for one in found[:_LISTED]
     ]
     is_told = any("optimizer state" in one.held for one in found)
-    title = "memory when each rank holds most" + (
+    title = MEMORY_TITLE + (
         "" if is_told else "; the optimizer's state, which a plan does not know, comes on top"
     )
     return [title, *table(["rank", *heads, "all"], rows), *_rest(found)]

@@ -92,7 +92,7 @@ def _function(value: object) -> str:
     for part in str(name).split("."):  # of what is local it leads nowhere
         found = getattr(found, part, None)
     if found == value:
-        return f"{module}.{name}"
+        return str(name) if module == "__main__" else f"{module}.{name}"
     if name is not None:
         return f"<{name} of {module}, which has no name to import it by>"
     return f"<an object of {code(type(value))}, which has no code>"

@@ -23,14 +23,18 @@ from types import TracebackType
 from piper_dynamo.errors import PiperError, format_error
 from piper_dynamo.runtime.faults import kill_of
 
+_OWN = (
+    str(Path(__file__).resolve().parents[1] / "piper_dynamo") + os.sep,
+    str(Path(__file__).resolve().parent) + os.sep,
+)
 _LIBRARIES = tuple(
     {
         *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib")),
-        str(Path(__file__).resolve().parents[1] / "piper_dynamo") + os.sep,
-        str(Path(__file__).resolve().parent) + os.sep,
+        *_OWN,
         "<",  # what has no file
     }
 )
+_CAPTURING = (*_OWN, os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep)
 # What gloo says when the other end of a connection is gone.
 _LOST = (
     "Connection closed by peer",
@@ -95,7 +99,8 @@ class Failure:
             rank=rank,
             when=time.time(),
             text=str(error) if is_ours else "".join(traceback.format_exception(error)).rstrip(),
-            where=getattr(error, "where", "") or _last_users_line(error.__traceback__),
+            where=getattr(error, "where", "")
+            or _last_users_line(error.__traceback__, until_library=is_ours),
             error=f"{type(cause).__name__}: {lines[0]}",
             is_echo=getattr(error, "is_echo", False) or is_lost(cause),
             blames=getattr(error, "blames", -1),
@@ -145,12 +150,18 @@ def asked_for(rank: int, restarts: int) -> str:
     return f"PIPER_FAULT asks for it: {asked}" if asked is not None else ""
 
 
-def _last_users_line(trace: TracebackType | None) -> str:
+def _last_users_line(trace: TracebackType | None, *, until_library: bool) -> str:
+    """The user's innermost line; of a refusal the one that called for what is refused.
+
+    While a model is captured its own forward is among the callers, which is not to blame.
+    """
     found = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if is_users(file):
             found = f"{file}:{trace.tb_lineno}"
+        elif found and until_library and file.startswith(_CAPTURING):
+            break
         trace = trace.tb_next
     return found
 

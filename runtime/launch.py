@@ -41,8 +41,8 @@ def launch(
     refusal of what was asked (any PiperError but a PiperRuntimeError) ends the job at once.
 
     Args:
-        fn: A function without arguments; for other processes it must be importable (defined at
-            the top of a module).
+        fn: A function without arguments, or one with `functools.partial`; for other processes it
+            must be importable (defined at the top of a module).
         ranks: How many ranks; or several numbers, of which each start takes the next and the last
             one stays, such as (4, 4, 2). Under "ray" a start leaves out those for which the
             cluster has no room; under torchrun it has as many as its hosts start, if that is one

@@ -105,8 +105,12 @@ def check_sendable(fn: Callable[[], Any]) -> None:
         sent = pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PiperError(
-            f"launch cannot send {fn!r} to other processes ({error}); "
-            "define it at the top of a module"
+            format_error(
+                "launch cannot send its function to other processes",
+                {"function": getattr(fn, "__qualname__", repr(fn)), "why": str(error)},
+                hint="define it at the top of a module, and give it arguments by "
+                "functools.partial(function, ...)",
+            )
         ) from error
     main = sys.modules["__main__"]
     script = getattr(main, "__file__", None)

@@ -19,7 +19,8 @@ from piper_dynamo.look.explain import explain
 from piper_dynamo.look.target import Target, load_target
 from piper_dynamo.pictures import to_chrome_trace
 from piper_dynamo.runtime.executor import Executor
-from piper_dynamo.summary import COLUMNS, _row, facts, legend
+from piper_dynamo.summary import COLUMNS, HELD_COLUMNS, _row, facts, legend
+from piper_dynamo.timeline import INSIDE, STEP
 from piper_dynamo.train.config import Config
 from tests import jobs
 from tests.jobs import LINE2
@@ -527,12 +528,16 @@ def test_what_is_asked_wrongly_is_told_with_what_is_right(arguments: str, words:
 
 
 def test_a_summary_says_what_its_columns_mean(file: Path, sharded: piper.Plan):
-    shown = piper_("plan", file).stdout
-    assert "  sends       messages to other ranks, and the bytes of all" in shown
-    assert "  gathers  " not in shown  # there are none
-    assert "  gathers     sharded parameters made whole" in legend(sharded.summary())
+    shown = " ".join(piper_("plan", file).stdout.split())
+    assert "sends messages to other ranks, and the bytes of all" in shown
+    assert "activations what forwards leave for backwards" in shown
+    assert "gathers sharded" not in shown  # there are none
+    told = " ".join(legend(sharded.summary()).split())
+    assert "gathers sharded parameters made whole" in told
+    assert "gathered parameters sharded ones while they are whole" in told
     columns = _row(facts(sharded.programs[0], sharded.args))
     assert set(COLUMNS) == set(columns) - {"rank"}
+    assert set(HELD_COLUMNS) == {*STEP, "optimizer state", INSIDE}
 
 
 def test_explain_commands(file: Path):

@@ -39,7 +39,7 @@ class Record:
         task: Its name.
         rank: Whose.
         replica: Which of the ranks that run it, each on its own data.
-        start: When it starts in the simulated step where every pass takes 1: an order of
+        start: When it starts in the simulated step where F, BI and BW take 1 each: an order of
             execution that all ranks agree on.
         chunk: The key of its code: equal for equal code.
         where: The first line of the model that it runs.

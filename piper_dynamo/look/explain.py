@@ -77,7 +77,7 @@ def _task(plan: Plan, node: Node) -> str:
     lines.append(f"  runs on     {_ranks(task.devices)}{copies}")
     order = [i.task for i in plan.programs[rank].instrs if i.op is Op.RUN]
     if name not in order:
-        return "\n".join([*lines, "  does nothing: the phase is empty, so no chunk is run"])
+        return "\n".join([*lines, _idle(task.name.which)])
     at = order.index(name)
     before = f"after {order[at - 1]}" if at else "first"
     after = f"before {order[at + 1]}" if at + 1 < len(order) else "last"
@@ -98,10 +98,21 @@ def _task(plan: Plan, node: Node) -> str:
     mine = [e for e in starts.timeline.events if e.name == name and e.stream == "compute"]
     if mine:
         start, end = mine[0].start_s, mine[0].end_s
-        lines.append(
-            f"  simulated   {start:g} to {end:g} of {starts.makespan:g}, every pass taking 1"
-        )
+        lines.append(f"  simulated   {start:g} to {end:g} of {starts.makespan:g}, {UNIFORM}")
     return "\n".join(lines)
+
+
+UNIFORM = "where F, BI and BW take 1 each"
+
+
+def _idle(which: Pass) -> str:
+    """Why a pass has nothing to run."""
+    reason = {
+        Pass.F: "all that it gives is there already",
+        Pass.BI: "nothing before it needs a gradient",
+        Pass.BW: "it has no parameter that needs a gradient",
+    }.get(which, "nothing in it or before it needs a gradient")
+    return f"  does nothing: {reason}, so no chunk is run"
 
 
 def _inputs(node: Node) -> Iterable[tuple[str, int]]:
@@ -243,7 +254,7 @@ def _rank(plan: Plan, rank: int) -> str:
     ]
     head = (
         f"rank {rank} of {plan.world_size}: {len(rows)} of its {len(program.instrs)} instructions, "
-        f"with the time at which each starts where every pass takes 1"
+        f"with the time at which each starts, {UNIFORM}"
     )
     return "\n".join([head, *table(["time", "does", "task", "size"], rows, left=("does", "task"))])
 

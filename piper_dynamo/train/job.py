@@ -315,6 +315,8 @@ class _Job:
 
     def _evaluate(self, step: Any, corpus: Corpus, number: int) -> None:
         """The mean loss of the same held-out batches each time, by the same compiled model."""
+        if not self.history.validation:
+            self.progress.say("evaluating; the program for it is made now")
         with torch.no_grad():
             losses = [
                 split_result(step(*self._batch(corpus, "validation", i)))[0].item()

@@ -194,6 +194,7 @@ class RunFolder:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
@@ -202,6 +203,7 @@ class RunFolder:
         axis.plot(*zip(*self._train, strict=True), alone, label="training", linewidth=1)
         if self._validation:
             axis.plot(*zip(*self._validation, strict=True), "o-", label="validation", markersize=4)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("step")
         axis.set_ylabel("loss (nats per byte)")
         axis.grid(alpha=0.3)

@@ -50,7 +50,7 @@ FAULTS: dict[str, tuple[tuple[str, str], tuple[str, ...]]] = {
     "left out": ((GOOD[0], GOOD[1].replace(" B2.1", "")), ("leaves out B.PP2.MB1",)),
     "doubled": (
         (GOOD[0].replace("F0.0", "F0.0 F0.0"), GOOD[1]),
-        ("F.PP0.MB0 comes twice", "group 0 and group 1"),
+        ("F.PP0.MB0 comes twice", "groups[0] and groups[1]"),
     ),
     "backward first": (
         (GOOD[0].replace("F3.0 B3.0", "B3.0 F3.0"), GOOD[1]),
