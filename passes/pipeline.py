@@ -1,6 +1,7 @@
 """The runner: applies the passes in order; it alone verifies, times, dumps and logs.
 
-`PIPER_DUMP=folder` writes the DAG's text before the first pass and after each.
+`PIPER_DUMP=folder` writes the DAG's text before the first pass and after each, for each program in
+a folder of its own, such as `training_8x16`.
 `PIPER_VERIFY=0|1|2|3` sets what is checked between passes: nothing; structure (default); also that
 task names survive printing and parsing; also, while the DAG can still run on one process, that it
 computes what the captured graph computes (see `check_values`).
@@ -17,8 +18,10 @@ from torch.fx.node import Node
 
 from piper_dynamo.errors import PiperPlanError, PiperStrategyError
 from piper_dynamo.ir.graph import Dag, is_pick, print_dag, producer, task_of
+from piper_dynamo.ir.joint import ArgKind
 from piper_dynamo.ir.task import COLLECTIVE_KINDS, Kind, TaskName
 
+_MOST_SIZES = 4  # of the inputs, in a folder's name
 log = logging.getLogger("piper.passes")
 
 
@@ -49,7 +52,7 @@ def run_passes(
         total: How many there are in all.
     """
     level = verify_level()
-    folder = os.environ.get("PIPER_DUMP")
+    folder = _dump_folder(dag)
     total = total or len(passes)
     if not done:
         _dump(folder, 0, "captured", dag)
@@ -91,10 +94,24 @@ def verify_level() -> int:
     return int(text)
 
 
-def _dump(folder: str | None, number: int, name: str, dag: Dag) -> None:
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"{number:02d}_{name}.txt").write_text(print_dag(dag) + "\n")
+def _dump_folder(dag: Dag) -> Path | None:
+    """A folder of its own for each program of a model: with or without a backward, by its sizes."""
+    root = os.environ.get("PIPER_DUMP")
+    if not root:
+        return None
+    sizes = [
+        "x".join(map(str, arg.spec.shape))
+        for arg in dag.args
+        if arg.kind is ArgKind.DATA and arg.spec is not None and arg.spec.shape
+    ]
+    return Path(root, "_".join(["training" if dag.training else "forward", *sizes[:_MOST_SIZES]]))
+
+
+def _dump(folder: Path | None, number: int, name: str, dag: Dag) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = print_dag(dag) + "\n"
+        (folder / f"{number:02d}_{name}.txt").write_text(text, encoding="utf-8")
 
 
 def _placed(dag: Dag) -> bool:

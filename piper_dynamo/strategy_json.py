@@ -125,11 +125,15 @@ def load(text: str) -> Parts:
         PiperSyntaxError: The text is not JSON, or in neither form.
         PiperStrategyError: A directive is not allowed, or there is nothing like it here.
     """
+    if not isinstance(text, str | bytes | bytearray):
+        raise PiperSyntaxError(f"not a strategy: expected its JSON text; got {shown(text)}")
     try:
         check_size(len(text), MOST_BYTES, "the text of a strategy")
         data = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
     except (ValueError, TypeError, RecursionError) as error:
-        raise PiperSyntaxError(f"not a strategy: the text is not JSON: {error}") from error
+        is_path = isinstance(text, str) and text.rstrip().endswith(".json")
+        hint = "\n  hint  of a file give the text: Path(...).read_text()" if is_path else ""
+        raise PiperSyntaxError(f"not a strategy: the text is not JSON: {error}{hint}") from error
     if isinstance(data, list):
         return Parts(_load_published(data))
     if not isinstance(data, dict) or "piper" not in data:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from piper_dynamo.ir.program import Op
 
-SMALL_BYTES = 2**17  # of a value that travels with others
-MOST_BYTES = 2**22  # of all that travel together: so much memory is needed beside them
+SMALL_BYTES = 2**17  # of a value that travels with others; of a gathered one, of the whole
+MOST_BYTES = 2**22  # of all that travel together; they need twice that beside them, unplanned
 COALESCED = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER})
 
 
@@ -31,20 +31,27 @@ def with_rows(value: Tensor, rows: int) -> Tensor:
     return padded
 
 
-def together(op: Op, values: Sequence[Tensor]) -> list[list[int]]:
-    """Which values travel together, by place; alike on all ranks, whose values have one shape."""
+def together(op: Op, values: Sequence[Tensor], size: int) -> list[list[int]]:
+    """Which values travel together, by place; alike on all ranks, whose values have one shape.
+
+    Args:
+        op: What is done with them.
+        values: Of this rank: of an all-gather blocks, else whole.
+        size: How many ranks.
+    """
     found: list[list[int]] = []
-    last: dict[torch.dtype, tuple[list[int], int]] = {}  # with its bytes
+    last: dict[torch.dtype, tuple[list[int], int]] = {}  # with the bytes of the whole values
     for place, value in enumerate(values):
-        if op not in COALESCED or value.device.type != "cpu" or not 0 < value.nbytes <= SMALL_BYTES:
+        whole = value.nbytes * (size if op is Op.ALL_GATHER else 1)
+        if op not in COALESCED or value.device.type != "cpu" or not 0 < whole <= SMALL_BYTES:
             found.append([place])
             continue
         places, nbytes = last.get(value.dtype, ([], 0))
-        if not places or nbytes + value.nbytes > MOST_BYTES:
+        if not places or nbytes + whole > MOST_BYTES:
             places, nbytes = [], 0
             found.append(places)
         places.append(place)
-        last[value.dtype] = places, nbytes + value.nbytes
+        last[value.dtype] = places, nbytes + whole
     return found
 
 

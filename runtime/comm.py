@@ -181,6 +181,7 @@ class TorchCommunicator:
         self.store = Store(compat.default_store())
         self._sending: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         self._damaging: Callable[..., Any] | None = None
+        self._damaged: Tensor | None = None
         self.groups: dict[Group, Any] = {}
         self._meshes: dict[Any, Any] = {}
         self._pairwise: Counter[Group] = Counter()  # collectives made of messages, so far
@@ -251,7 +252,7 @@ class TorchCommunicator:
             return [work], lambda: parcel.unpack(room)
         works: list[Any] = []
         ends: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
-        for places in together(op, values):
+        for places in together(op, values, len(group[1])):
             some, wanted = [values[i] for i in places], [likes[i] for i in places]
             ends.append((places, self._start_some(op, some, group, wanted, works)))
 

@@ -175,6 +175,18 @@ def test_the_first_failure_is_told() -> None:
     assert caught.value.is_refusal
 
 
+def test_a_refusal_is_where_it_was_called_for() -> None:
+    """Not in the model's forward, in which it is found while the model is captured."""
+
+    def ask() -> None:
+        piper.plan(Stack4(2), jobs.strategy({0: [0], 1: [7]}, 2), rows(4), world_size=2)
+
+    with pytest.raises(piper.PiperError) as caught:
+        ask()
+    line = ask.__code__.co_firstlineno + 1
+    assert Failure.of(0, caught.value).where == f"{__file__}:{line}"
+
+
 def test_refusals_are_told_from_failures() -> None:
     assert Outcome.of(1, piper.PiperStrategyError("no")).is_refusal
     assert not Outcome.of(1, PiperRuntimeError("late")).is_refusal

@@ -95,7 +95,9 @@ def plan() -> piper.Plan:
 def test_dump_writes_a_numbered_file_per_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PIPER_DUMP", str(tmp_path / "made" / "here"))
     made = plan()
-    files = sorted((tmp_path / "made" / "here").iterdir())
+    (folder,) = (tmp_path / "made" / "here").iterdir()  # of the inputs' sizes
+    assert folder.name == "training_" + "_".join("x".join(map(str, x.shape)) for x in rows(4))
+    files = sorted(folder.iterdir())
     texts = [f.read_text() for f in files]
     assert [f.name for f in files] == [
         f"{i:02d}_{name}.txt" for i, name in enumerate(("captured", *NAMES))
@@ -107,6 +109,17 @@ def test_dump_writes_a_numbered_file_per_pass(tmp_path: Path, monkeypatch: pytes
     assert ("recv(" in texts[8]) > ("recv(" in texts[7])
     assert ("after " in texts[9]) > ("after " in texts[8])
     assert texts[10] == made.graph + "\n"
+
+
+def test_each_program_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PIPER_DUMP", str(tmp_path))
+    plan()
+    with torch.no_grad():
+        plan()
+    assert [folder.name.split("_")[0] for folder in sorted(tmp_path.iterdir())] == [
+        "forward",
+        "training",
+    ]
 
 
 def test_nothing_is_written_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -327,6 +327,13 @@ def test_two_orders_that_contradict_each_other() -> None:
     mentions(text, "F.PP0.MB0", "F.PP0.MB1")
 
 
+def test_orders_of_one_line_are_told_apart() -> None:
+    """A loop made both; neither puts a task before itself."""
+    text = refused(split(), *places(LINE2), *by_hand("F0.0 F0.1", "F0.1 F0.0"))
+    assert "number 1 of 2 there: F.PP0.MB0 before F.PP0.MB1, on rank 0" in text
+    assert "number 2 of 2 there: F.PP0.MB1 before F.PP0.MB0, on rank 0" in text
+
+
 def test_orders_that_deadlock_across_ranks() -> None:
     """Rank 0 wants its first backward before its second forward; rank 1 the reverse."""
     text = ordered("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1")
@@ -487,6 +494,16 @@ def test_a_loss_that_is_not_there(loss: Any) -> None:
     """No such output, or not a tensor: what there is, is listed."""
     text = refused(split(), *places(LINE2), model=Outputs(), loss=loss)
     mentions(text, "nested.loss", str(loss))
+
+
+def test_a_loss_that_says_how_microbatches_combine() -> None:
+    text = refused(split(), *places(LINE2), model=Outputs(), loss="sum")
+    mentions(text, "Split(loss=)", "combine=")
+
+
+def test_a_batch_that_is_not_split() -> None:
+    text = refused(*places(LINE2), by_hand("F0.0 F0.1 B0.0 B0.1")[0])
+    mentions(text, "the batch is not split; add piper.Split")
 
 
 def test_a_loss_that_is_no_scalar() -> None:

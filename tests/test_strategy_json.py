@@ -189,8 +189,10 @@ def test_published_splits():
 
 
 ONE = '{"op": "place", "filter": {}, "devices": [0]}'
-BAD_TEXTS: list[tuple[str, type[Exception], str]] = [
+BAD_TEXTS: list[tuple[Any, type[Exception], str]] = [
     ("{", piper.PiperSyntaxError, "the text is not JSON"),
+    ("strategy.json", piper.PiperSyntaxError, "of a file give the text: Path(...).read_text()"),
+    (piper.Strategy(), piper.PiperSyntaxError, "expected its JSON text; got piper.Strategy("),
     ("[" * 100_000, piper.PiperSyntaxError, "the text is not JSON"),
     ("3", piper.PiperSyntaxError, 'expected an object with "piper" and "directives"'),
     ("{}", piper.PiperSyntaxError, 'expected an object with "piper" and "directives"'),
@@ -315,6 +317,11 @@ BAD_TEXTS: list[tuple[str, type[Exception], str]] = [
         piper.PiperStrategyError,
         'an index is a whole number; "*" is any',
     ),
+    (
+        f'{{"piper": 1, "directives": [{ONE}, {{"op": "split", "filter": {{}}, "dim": 3}}]}}',
+        piper.PiperStrategyError,
+        "directives[1]: piper.Split at",
+    ),
     ('{"piper": 1.0, "directives": []}', piper.PiperSyntaxError, "a strategy of version 1.0"),
 ]
 
@@ -329,6 +336,6 @@ def test_devices_are_compared_with_those_of_the_same_regions_alone():
 
 
 @pytest.mark.parametrize(("text", "kind", "message"), BAD_TEXTS)
-def test_from_json_refuses(text: str, kind: type[Exception], message: str):
+def test_from_json_refuses(text: Any, kind: type[Exception], message: str):
     with pytest.raises(kind, match=re.escape(message)):
         piper.Strategy.from_json(text)

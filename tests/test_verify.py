@@ -134,6 +134,14 @@ def test_two_sends_swapped_and_renumbered(plans: dict[str, Plan]):
     assert "is read before it is written" in text
 
 
+def test_what_comes_is_laid_out_in_rows(plans: dict[str, Plan]):
+    spec = next(i.spec for i in plans["two"].programs[1].instrs if i.op is Op.POST)
+    assert spec is not None
+    turned = replace(spec, stride=spec.stride[::-1])
+    text = refused(edit(plans["two"], 1, vary(Op.POST, 0, spec=turned)))
+    assert re.search(r"rank 1 #\d+ post \S+.*: what comes is laid out in rows, not with", text)
+
+
 def test_a_send_dropped(plans: dict[str, Plan]):
     text = refused(edit(plans["two"], 0, drop(Op.SEND, 1)))
     lacks(

@@ -171,18 +171,17 @@ class _HappensBefore:
             self.successors[origin + 1].append(waiting + 1)
 
     def _messages(self) -> None:
-        """A message ends after both ends are issued and after the one before it."""
+        """A message ends after both ends are issued.
+
+        That it ends after the one before it says no more: both ends of that are issued before.
+        """
         for key, sent in self.sends.items():
-            source, target, message = key
+            source, target, _ = key
             if (source, target) in self.unmatched:
                 continue
             posted = self.posts[key]
             self.successors[sent].append(posted + 1)
             self.successors[posted].append(sent + 1)
-            if message:
-                before = (source, target, message - 1)
-                self.successors[self.sends[before] + 1].append(sent + 1)
-                self.successors[self.posts[before] + 1].append(posted + 1)
 
     def _collectives(self) -> None:
         """A collective ends on each member after all have issued it."""
