@@ -6,6 +6,7 @@ group may interleave, which the scheduler decides where several filters name the
 Signature: placed DAG -> the same DAG with order edges beside it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,7 +19,7 @@ from torch.fx.node import Node
 from piper_dynamo.errors import PiperPlanError, format_error, join_faults
 from piper_dynamo.ir.cycle import find_cycle
 from piper_dynamo.ir.graph import Dag, producer, task_of
-from piper_dynamo.ir.task import Pass, RegionId, TaskName
+from piper_dynamo.ir.task import Kind, Pass, RegionId, TaskName
 from piper_dynamo.passes.select import TaskIndex, describe_misses, made_for
 
 
@@ -310,11 +311,15 @@ def find_contradiction(dag: Dag) -> str:
     edges = list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
     lines, hint = [], "change the order of one of these tasks"
     for earlier, later in edges:
-        lines.append(
-            f"{_line(tasks[later])}  waits for  {task_of(tasks[earlier])}  "
-            f"({reason[earlier, later]})"
-        )
-        if _BUFFER in reason[earlier, later]:
+        if task_of(tasks[later]).kind in _TRANSFERS:  # told by the task that takes what comes
+            continue
+        source, why = task_of(tasks[earlier]), reason[earlier, later]
+        if source.kind in _TRANSFERS:
+            value = _sent(tasks[earlier])
+            source = task_of(producer(value))
+            why = f"{_use(dag, value)}, from {_ranks(source.devices)}"
+        lines.append(f"{_line(tasks[later])}  waits for  {source}  ({why})")
+        if _BUFFER in why:
             hint = (
                 "microbatches that change a buffer run one after the other on all of its ranks: "
                 "order them so, or keep the buffer as it is (eval mode, track_running_stats=False)"
@@ -326,6 +331,12 @@ def find_contradiction(dag: Dag) -> str:
         else "an order contradicts the dataflow or another order"
     )
     asked = _orders_of([(ordered.get(edge, ""), *(tasks[i] for i in edge)) for edge in edges])
+    if any(_MADE.search(ordered.get(edge, "")) for edge in edges):
+        hint = (
+            "the order is right for stages that follow one another in forward: see in "
+            "plan.summary() of a gpipe what patterns of regions= or annotations take in, and "
+            "number the stages as forward runs them"
+        )
     again = _entered_again([tasks[i] for i in cycle])
     if again:
         asked["again"] = again
@@ -368,6 +379,16 @@ def _orders_of(edges: list[tuple[str, Node, Node]]) -> dict[str, str]:
 
 
 _BUFFER = "the new value of buffer"
+_MADE = re.compile(r" \(piper\.")  # how `_at` says that a function of Piper made an order
+_TRANSFERS = (Kind.SEND, Kind.RECV)
+
+
+def _sent(transfer: Node) -> Node:
+    """The value that is sent, of either end of a message."""
+    value = transfer
+    while task_of(producer(value)).kind in _TRANSFERS:
+        value = producer(value).all_input_nodes[0]
+    return value
 
 
 def _use(dag: Dag, value: Node) -> str:

@@ -22,6 +22,7 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     TensorifyScalarRestartAnalysis,
     TorchDynamoException,
+    TorchRuntimeError,
 )
 from torch._functorch import config as functorch_config
 from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
@@ -48,6 +49,7 @@ __all__ = [
     "TCPStore",
     "TensorifyScalarRestartAnalysis",
     "TorchDynamoException",
+    "TorchRuntimeError",
     "all_gather_single",
     "annotate",
     "assume_constant_result",

@@ -1,6 +1,7 @@
 """Compile, prepare and plan: calls that look at a model without training it."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -338,27 +339,51 @@ def _guarded(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(cause, PiperError):
                 raise cause from None
             cause = cause.__cause__
-        raise PiperCaptureError(_dynamo_text(error)) from error
+        raise PiperCaptureError(_model_fault(error) or _dynamo_text(error)) from error
     finally:
         compat.unmark_dynamic()  # also of what was refused: the next call's inputs may be the same
         collect()
 
 
+_SIZE = re.compile(r"\bs\d+\b")  # how torch calls a size that is not fixed
+
+
+def _model_fault(error: Exception) -> str:
+    """That an operator of the model fails by itself, as it would without Piper; "" if none does."""
+    if not isinstance(error, compat.TorchRuntimeError):
+        return ""
+    root: BaseException | None = error
+    while isinstance(root, compat.TorchDynamoException):
+        root = root.__cause__ or root.__context__
+    if root is None:
+        return ""
+    why = _SIZE.sub("the batch size", str(root).strip() or type(root).__name__)
+    return format_error(
+        "an operator of the model fails",
+        {"at": _own_line(error), "why": why},
+        hint="call the model once as it is, model(*inputs): it should fail there alike",
+    )
+
+
+def _own_line(error: Exception) -> str:
+    """The user's line in Dynamo's text."""
+    lines = str(error).splitlines()
+    places = [line.strip() for line in lines if line.strip().startswith("File ")]
+    own = [place for place in places if not is_library(place)] or places
+    if not own:
+        return "unknown line"
+    place = own[-1].removeprefix("File ").replace('"', "").replace(", line ", ":")
+    return place.split(", in ")[0]
+
+
 def _dynamo_text(error: Exception) -> str:
     """Dynamo's reason and the user's line, without its own stack."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    places = [line.strip() for line in lines if line.strip().startswith("File ")]
-    own = [place for place in places if not is_library(place)] or places
-    at = (
-        own[-1].removeprefix("File ").replace('"', "").replace(", line ", ":")
-        if own
-        else "unknown line"
-    )
     why = lines[0] if lines else type(error).__name__
     context = [line.split(":", 1)[1] for line in lines if "Developer debug context:" in line]
     if context and context[0].strip():
         why = f"{why}: {context[0].strip()}"
-    return graph_break(at.split(", in ")[0], why)
+    return graph_break(_own_line(error), why)
 
 
 def loss_index(output: Any, wanted: Any) -> int:

@@ -261,7 +261,7 @@ def _unseen(
     if looked.template is None:
         found.append("batch sizes that are baked in, code without a tag, which output is the loss")
     elif looked.is_other:
-        found.append("other batch sizes that are baked in")
+        found.append("batch sizes that are baked in, but for those told here")
         found += ["the strategy's stages and placement, code without a tag"] * has_strategy
     if used is None:
         found.append("which parameters are not used")

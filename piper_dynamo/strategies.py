@@ -26,8 +26,8 @@ from piper_dynamo.values import Faults, is_whole, maker, user_line
 
 UNSCALED = (
     "fp16 also asks Megatron-LM and DeepSpeed to scale the loss, by a scale that they find; a "
-    'strategy has none: compile it by piper.compile(..., loss_scale="dynamic"), or gradients '
-    "below 6e-8 are lost"
+    'strategy has none: compile it by piper.compile(..., loss_scale="dynamic"), or with what they '
+    "say of it in piper.LossScale(...), or gradients below 6e-8 are lost"
 )
 _NEEDED = ("pp", "dp")  # axes that a mesh has whatever their size
 
@@ -312,7 +312,7 @@ def from_torchtitan(
     parallelism: Mapping[str, object],
     *,
     world_size: int,
-    local_batch_size: int = 1,
+    local_batch_size: int | None = None,
     regions: Mapping[str, Mapping[str, int]] | None = None,
     inputs: Mapping[str, Rule] | None = None,
     loss: LossPath | None = None,
@@ -322,7 +322,7 @@ def from_torchtitan(
     Args:
         parallelism: The `[parallelism]` table of its configuration.
         world_size: How many ranks.
-        local_batch_size: Rows that a replica is given, of `[training]`.
+        local_batch_size: Rows that a replica is given, of `[training]`; a pipeline needs it.
         regions: The stages by module path, as many as a looped schedule is to have, instead of
             `module_fqns_per_model_part`; None: those of that, or the model's own annotations.
         inputs: How each argument is split, see `Split`.
@@ -331,7 +331,8 @@ def from_torchtitan(
     Raises:
         PiperStrategyError: Lists every argument that has no counterpart here.
     """
-    faults = _job("from_torchtitan", world_size, local_batch_size=local_batch_size)
+    sizes = {} if local_batch_size is None else {"local_batch_size": local_batch_size}
+    faults = _job("from_torchtitan", world_size, **sizes)
     meaning = foreign.torchtitan(
         parallelism, faults, world_size=world_size, local_batch_size=local_batch_size
     )

@@ -17,6 +17,8 @@ from piper_dynamo.ir.joint import ENTRY, PREFIX
 from piper_dynamo.ir.spec import module_paths
 from piper_dynamo.ir.tags import nodes_of
 
+_MOST_SHOWN = 12
+
 
 def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) -> None:
     """Write the tags of matching module paths into Dynamo's graph, nested graphs included.
@@ -48,12 +50,16 @@ def tag_by_path(gm: fx.GraphModule, regions: Mapping[str, Mapping[str, int]]) ->
         node.meta["custom"] = custom
     missing = [p for p in regions if p not in used]
     if missing:
-        near = {p: difflib.get_close_matches(p, sorted(paths), n=3, cutoff=0.3) for p in missing}
+        near = {p: difflib.get_close_matches(p, sorted(paths), n=3, cutoff=0.5) for p in missing}
+        there = sorted({path.split(".")[0] for path in paths if path})
+        more = f" and {len(there) - _MOST_SHOWN} more" if len(there) > _MOST_SHOWN else ""
         raise PiperCaptureError(
             format_error(
                 "a pattern of regions= matches no module that the call runs",
-                {repr(p): "close: " + (", ".join(near[p]) or "nothing") for p in missing},
-                hint="patterns are fnmatch patterns over module paths, as in model.named_modules()",
+                {repr(p): f"close: {', '.join(near[p]) or 'nothing'}" for p in missing}
+                | {"modules that run": (", ".join(there[:_MOST_SHOWN]) or "none") + more},
+                hint="patterns are fnmatch patterns over module paths, as in "
+                "model.named_modules(); of modules that the call does not run nothing is captured",
             )
         )
 

@@ -308,7 +308,9 @@ def test_a_fault_hides_no_other_finding() -> None:
     report = piper.doctor(Both(), BATCH)
     found(report, Severity.FAULT, "batch size")
     found(report, Severity.NOTE, "random numbers", "models.py:")
-    found(report, Severity.WARNING, "could not be looked at", "other batch sizes")
+    found(
+        report, Severity.WARNING, "could not be looked at", "batch sizes that are baked in, but for"
+    )
     two = piper.strategies.pipeline(ranks=2, num_microbatches=2, regions={"layer.*": {"PP": 1}})
     report = piper.doctor(Dropped(), BATCH, strategy=two)
     found(report, Severity.FAULT, "matches no module", "layer.*")

@@ -147,3 +147,23 @@ def test_a_skip_without_the_survey_spoils_later_calls() -> None:
         torch.compile(model, backend="eager")(*BATCH)
     with pytest.raises(RuntimeError, match="no compiled frames"):
         torch.compile(model, backend="eager", fullgraph=True)(*BATCH)
+
+
+class Misfit(Clamped):
+    """A matrix product of matrices that do not fit."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x @ self.w
+        return F.mse_loss(h @ torch.ones(5, 3, dtype=h.dtype), y)  # the misfit
+
+
+def test_an_operator_that_fails_is_no_graph_break() -> None:
+    with pytest.raises(piper.PiperCaptureError) as caught:
+        piper.plan(Misfit(), ALONE, BATCH, 1)
+    text = str(caught.value)
+    assert text.startswith("an operator of the model fails")
+    assert line("# the misfit", __file__) in text
+    assert "[the batch size, 4] X [5, 3]" in text
+    report = str(piper.doctor(Misfit(), BATCH))
+    assert "an operator of the model fails" in report
+    assert "graph break" not in report

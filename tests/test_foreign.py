@@ -274,6 +274,26 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: from_torchtitan({"tensor_parallel_degree": 2}, world_size=2), "no tensor parallelism"),
     (lambda: from_torchtitan({"context_parallel_degree": 2}, world_size=2), "no context parallel"),
     (
+        lambda: from_torchtitan({"pipeline_parallel_degree": 2}, world_size=2),
+        "local_batch_size, of [training], is needed",
+    ),
+    (
+        lambda: from_torchtitan({"pipeline_parallel_degree": 4}, world_size=6, local_batch_size=8),
+        "pipeline_parallel_degree=4 x data_parallel_replicate_degree=1 does not divide",
+    ),
+    (
+        lambda: from_torchtitan({"pipeline_parallel_split_points": ["a"]}, world_size=2),
+        "pipeline_parallel_split_points=['a']: Piper counts no layers; say the stages by regions=",
+    ),
+    (
+        lambda: from_megatron({"micro_batch_size": "4"}, world_size=2),
+        "micro_batch_size='4': must be a whole number of at least 1, not a text",
+    ),
+    (
+        lambda: from_megatron({"num_layers": 12}, world_size=2),
+        "known here; leave it out if it is of another kind: of the model, the data",
+    ),
+    (
         lambda: from_torchtitan({"data_parallel_shard_degre": 2}, world_size=2),
         "did you mean 'data_parallel_shard_degree'?",
     ),
@@ -432,6 +452,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: from_torchtitan(
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
             world_size=2,
+            local_batch_size=8,
             regions={f"layers.{k}": {"PP": k} for k in range(5)},
         ),
         "stages=5: must be a multiple of ranks=2",

@@ -585,13 +585,9 @@ the orders deadlock: tasks wait for one another across ranks
   contradict  the Order at train.py:3: B.PP0.MB0 before F.PP0.MB1, on rank 0
               the Order at train.py:4: F.PP1.MB1 before F.PP1.MB0, on rank 1
   cycle       rank 1 B.PP1.MB0 [model.py:8]  waits for  F.PP1.MB0  (uses bundle_PP1_MB0)
-              rank 1 send.B.PP1.MB0.mm_3_MB0 [model.py:8]  waits for  B.PP1.MB0  (uses mm_3_MB0)
-              rank 0 recv.B.PP1.MB0.mm_3_MB0 [model.py:8]  waits for  send.B.PP1.MB0.mm_3_MB0  (uses send_mm_3_MB0_to_0)
-              rank 0 B.PP0.MB0 [model.py:8]  waits for  recv.B.PP1.MB0.mm_3_MB0  (uses mm_3_MB0_on_0)
+              rank 0 B.PP0.MB0 [model.py:8]  waits for  B.PP1.MB0  (uses mm_3_MB0, from rank 1)
               rank 0 F.PP0.MB1 [model.py:8]  waits for  B.PP0.MB0  (ordered at train.py:3)
-              rank 0 send.F.PP0.MB1.tanh_MB1 [model.py:8]  waits for  F.PP0.MB1  (uses tanh_MB1)
-              rank 1 recv.F.PP0.MB1.tanh_MB1 [model.py:8]  waits for  send.F.PP0.MB1.tanh_MB1  (uses send_tanh_MB1_to_1)
-              rank 1 F.PP1.MB1 [model.py:8]  waits for  recv.F.PP0.MB1.tanh_MB1  (uses tanh_MB1_on_1)
+              rank 1 F.PP1.MB1 [model.py:8]  waits for  F.PP0.MB1  (uses tanh_MB1, from rank 0)
               rank 1 F.PP1.MB0 [model.py:8]  waits for  F.PP1.MB1  (ordered at train.py:4)
   hint        change the order of one of these tasks""",
     )

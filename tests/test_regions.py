@@ -18,7 +18,7 @@ from piper_dynamo.ir.graph import is_pick, task_of
 from piper_dynamo.ir.task import Kind
 from piper_dynamo.passes.split import Split
 from tests import jobs
-from tests.models import Checkpointed, Custom, NormNet, TiedLM, Tripled, fill, rows, xin
+from tests.models import Checkpointed, Custom, NormNet, Paths, TiedLM, Tripled, fill, rows, xin
 from tests.tracing import Stages, capture, same_as_eager
 
 BATCH = (xin([4, 4], 0),)
@@ -474,3 +474,13 @@ def test_chunks_have_names_of_their_own_whatever_the_tags():
     ((found, grads),) = jobs.run_ranks(job, 1)
     jobs.close(found, loss.item(), "loss")
     jobs.check_grads([grads], want)
+
+
+def test_a_schedule_over_stages_that_run_backwards() -> None:
+    """The order is none of the user's: it is the stages that are to be looked at."""
+    backwards = {"layers.[01]": {"PP": 1}, "layers.[23]": {"PP": 0}}
+    strategy = piper.strategies.pipeline(
+        "one_f_one_b", ranks=2, num_microbatches=2, regions=backwards
+    )
+    text = jobs.refusal(lambda: piper.plan(Paths(), strategy, rows(8), world_size=2))
+    jobs.mentions(text, "regions=", "number the stages as forward runs them")

@@ -204,14 +204,15 @@ def _deepspeed_precision(read: Reader, faults: Faults) -> Precision | None:
         fp16.drop()
     fp16.refuse(
         "a loss scale is an option of the step: piper.compile(..., loss_scale=...)",
-        loss_scale=None,
-        initial_scale_power=None,
-        loss_scale_window=None,
-        hysteresis=None,
         consecutive_hysteresis=False,
-        min_loss_scale=None,
         auto_cast=False,
     )
+    scale = fp16.take("loss_scale", 0)
+    if scale not in (0, None):  # 0: it is found
+        hint = f"piper.compile(..., loss_scale={scale!r})"
+        faults.add("fp16.loss_scale", scale, f"a fixed scale is an option of the step: {hint}")
+    # How the scale is found: the warning says where that is said here.
+    fp16.without_effect("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
     if not narrow[0]:
         bf16.drop()
     bf16.finish()

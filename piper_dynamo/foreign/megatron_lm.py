@@ -50,7 +50,10 @@ def megatron(given: Arguments, faults: Faults, *, world_size: int) -> Meaning:
         replicas = 1
     micro, batch = read.size("micro_batch_size"), read.take("global_batch_size", None)
     batch = micro * replicas if batch is None else batch
-    if not is_whole(batch) or batch < 1 or batch % (micro * replicas):
+    if not is_whole(batch) or batch < 1:
+        faults.add("global_batch_size", batch, "must be a whole number of at least 1")
+        batch = micro * replicas
+    elif not faults and batch % (micro * replicas):
         faults.add(
             "global_batch_size",
             batch,

@@ -71,7 +71,10 @@ class Reader:
         """A number of ranks or of the like."""
         value = self.take(name, default)
         if not is_whole(value) or value < 1:
-            self._faults.add(self._prefix + name, value, "must be a whole number of at least 1")
+            must = "must be a whole number of at least 1"
+            if isinstance(value, str) and value.isdecimal():
+                must += ", not a text"
+            self._faults.add(self._prefix + name, value, must)
             return 1
         return value
 
@@ -127,11 +130,14 @@ class Reader:
     def finish(self) -> None:
         """Refuse what was not read."""
         for name, value in self._left.items():
-            near = get_close_matches(str(name), self._known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out if it is of another kind"
+            near = get_close_matches(str(name), self._known, n=1, cutoff=0.8)
+            hint = f"did you mean {near[0]!r}?" if near else _OTHER_KIND
             self._faults.add(
                 f"{self._prefix}{name}", value, f"is no argument of parallelism known here; {hint}"
             )
+
+
+_OTHER_KIND = "leave it out if it is of another kind: of the model, the data or the training loop"
 
 
 def _plain(name: Any) -> Any:

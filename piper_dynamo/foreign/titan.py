@@ -29,7 +29,7 @@ _TITAN_SCHEDULES = {
 
 
 def torchtitan(
-    given: Arguments, faults: Faults, *, world_size: int, local_batch_size: int
+    given: Arguments, faults: Faults, *, world_size: int, local_batch_size: int | None
 ) -> Meaning:
     """The `[parallelism]` table of a torchtitan configuration."""
     read = Reader(given, faults)
@@ -44,6 +44,7 @@ def torchtitan(
     )
     read.refuse(
         OWN_LAYERS,
+        pipeline_parallel_split_points=None,
         pipeline_parallel_layers_per_stage=None,
         pipeline_parallel_first_stage_less_layers=1,
         pipeline_parallel_last_stage_less_layers=1,
@@ -54,9 +55,15 @@ def torchtitan(
     ranks = read.size("pipeline_parallel_degree")
     copies = read.size("data_parallel_replicate_degree")
     shards = read.take("data_parallel_shard_degree", -1)
-    if shards == -1:
-        shards = max(world_size // (ranks * copies), 1)
-    if not is_whole(shards) or shards < 1 or ranks * copies * shards != world_size:
+    if shards == -1 and world_size % (ranks * copies):
+        faults.say(
+            f"pipeline_parallel_degree={ranks} x data_parallel_replicate_degree={copies} does not "
+            f"divide world_size={world_size}: no number of shards fits"
+        )
+        shards = 1
+    elif shards == -1:
+        shards = world_size // (ranks * copies)
+    elif not is_whole(shards) or shards < 1 or ranks * copies * shards != world_size:
         faults.say(
             f"pipeline_parallel_degree={ranks} x data_parallel_replicate_degree={copies} x "
             f"data_parallel_shard_degree={shards!r} is not world_size={world_size}"
@@ -73,7 +80,9 @@ def torchtitan(
         "has no counterpart",
     )
     size = read.size("pipeline_parallel_microbatch_size")
-    if ranks > 1 and local_batch_size % size:
+    if ranks > 1 and local_batch_size is None:
+        faults.say("local_batch_size, of [training], is needed: it makes the microbatches")
+    elif ranks > 1 and (local_batch_size or 1) % size:
         faults.add("pipeline_parallel_microbatch_size", size, f"must divide {local_batch_size=}")
     schedule = read.choice(
         "pipeline_parallel_schedule", "1F1B", _TITAN_SCHEDULES, "has no counterpart"
@@ -83,7 +92,7 @@ def torchtitan(
     found: dict[str, Any] = {
         "schedule": schedule if ranks > 1 else "gpipe",
         "ranks": ranks,
-        "num_microbatches": max(local_batch_size // size, 1) if ranks > 1 else 1,
+        "num_microbatches": max((local_batch_size or 1) // size, 1) if ranks > 1 else 1,
         "replicas": copies * shards,
         # FSDP2 that keeps what it gathered reduces once per step, as ZeRO-1 does.
         "zero": 0 if shards == 1 else 3 if reshards else 1,

@@ -25,7 +25,7 @@ from piper_dynamo.ir.tags import indices_of, joined
 from piper_dynamo.predict.operators import Operator, operators_of
 from piper_dynamo.strategy import Strategy
 from piper_dynamo.tables import table
-from piper_dynamo.values import is_number, is_whole
+from piper_dynamo.values import is_number, is_whole, shown
 
 SLACK = 0.05  # how much slower than it must be a stage may be, if that saves parameters
 
@@ -122,7 +122,9 @@ def auto_stages(
         PiperError: The model or the inputs are refused.
     """
     if not is_whole(num_stages) or num_stages < 1:
-        raise PiperStrategyError(f"auto_stages: num_stages is {num_stages!r}; give a number >= 1")
+        raise PiperStrategyError(
+            f"auto_stages: num_stages is {shown(num_stages)}; give a number >= 1"
+        )
     if memory is not None and not (is_number(memory) and memory > 0):
         raise PiperStrategyError(f"auto_stages: memory is {memory!r}; give a number of bytes")
     if not isinstance(measure, bool):
