@@ -1,10 +1,13 @@
 """`piper plan`, `check`, `plot`, `compare`, `explain`: targets, tables, exit codes, JSON."""
 
+import io
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from piper_dynamo.pictures import to_chrome_trace
 from piper_dynamo.runtime.executor import Executor
 from piper_dynamo.summary import COLUMNS, HELD_COLUMNS, _row, facts, legend
 from piper_dynamo.timeline import INSIDE, STEP
+from piper_dynamo.train import progress
 from piper_dynamo.train.config import Config
 from tests import jobs
 from tests.jobs import LINE2
@@ -563,3 +567,22 @@ def test_explain_commands(file: Path):
 def test_shells_complete(words: list[str], begun: str, want: set[str]):
     complete = BashComplete(main, {}, "piper", "_PIPER_COMPLETE")
     assert {one.value for one in complete.get_completions(words[1:], begun)} == want
+
+
+def test_in_a_terminal_what_takes_long_is_said(capsys: pytest.CaptureFixture[str]):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    with mock.patch("sys.stderr", terminal), mock.patch.object(progress, "TICK_S", 0.01):
+        with progress.waiting_for("planning"):
+            while "planning: 0 s" not in terminal.getvalue():
+                time.sleep(0.01)
+        assert terminal.getvalue().endswith(progress.CLEAR)
+    with progress.waiting_for("planning"):  # to a file
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_subject_that_is_forgotten_is_asked_for_with_the_target(file: Path):
+    found = piper_("explain", file)
+    assert found.exit_code == 2
+    assert f"piper explain {file} F.PP0.MB0" in " ".join(found.output.split()).replace("│", "")

@@ -6,6 +6,7 @@ All take the same target; `command.py` says what they exit with.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from piper_dynamo.look.dumps import debug
 from piper_dynamo.look.options import option_of
 from piper_dynamo.schedules import schedule_name
 from piper_dynamo.train.config import Config
+from piper_dynamo.train.progress import waiting_for
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from piper_dynamo.costs import Costs
@@ -50,6 +52,12 @@ ALONE: Mapping[str, Any] = {
     **{"bucket_mb": None, "prefetch": 1, "keep": "chunk", "capacity": None},
     "recompute": None,
 }
+
+
+def _planned(target: "Target", ranks: int | None) -> "Plan":
+    """The target's plan; large ones take seconds."""
+    with waiting_for("planning"):
+        return target.plan(ranks)
 
 
 def takes_target(command: Callable[..., Any], *, searches: bool = False) -> Callable[..., Any]:
@@ -153,7 +161,7 @@ def plan(
     """
     from piper_dynamo.summary import legend
 
-    found = target.plan(ranks)
+    found = _planned(target, ranks)
     summary = found.summary(optimizer=optimizer)
     click.echo(f"{summary}\n\n{legend(summary)}")
     if hosts is not None:
@@ -203,7 +211,7 @@ def check(ctx: click.Context, target: "Target", ranks: int | None) -> None:
         return
     from piper_dynamo.ir.program import COLLECTIVES, Op
 
-    found = target.plan(ranks)
+    found = _planned(target, ranks)
     found.verify()
     instrs = [i for program in found.distinct for i in program.instrs]
     replicas = found.world_size // len(found.distinct)  # that one of them stands for
@@ -247,11 +255,9 @@ def _examine(ctx: click.Context, target: "Target") -> None:
 @click.option(
     "--out",
     "-o",
-    default="timeline.html",
-    show_default=True,
     type=click.Path(),
     help="Where to: .html has zoom and hover, .png and .svg are for papers, .json is a trace for "
-    "Perfetto.",
+    "Perfetto.  [default: timeline.html, with --graph graph.dot]",
 )
 @click.option(
     "--costs",
@@ -274,7 +280,7 @@ def plot(  # noqa: PLR0913  (an option each)
     ctx: click.Context,
     target: "Target",
     ranks: int | None,
-    out: str,
+    out: str | None,
     costs: str | None,
     profile: str | None,
     unit: str | None,
@@ -297,7 +303,8 @@ def plot(  # noqa: PLR0913  (an option each)
     if profile and (costs or unit not in (None, "s")):
         raise Misuse("--costs-from gives the costs, in seconds; leave out --costs and --unit")
     chosen = _costs(costs) if profile is None else Profile.load(profile)
-    found = target.plan(ranks)
+    out = out or ("graph.dot" if is_graph else "timeline.html")
+    found = _planned(target, ranks)
     if is_graph:
         found.draw(out)
     else:
@@ -350,7 +357,8 @@ def compare(
 
     if ranks is not None:
         raise Misuse("--ranks: a comparison has the ranks that its strategy uses")
-    found = compared(target, steps=steps, float64=float64)
+    with waiting_for("planning, and training under the plan and in one process"):
+        found = compared(target, steps=steps, float64=float64)
     rows = [
         [
             one.name,
@@ -385,10 +393,13 @@ def compare(
 def _subject(ctx: click.Context, _: click.Parameter, given: str | None) -> str:
     """The subject; where there is one argument alone, click takes it for the target."""
     if given is None:
-        task = ctx.params.get("target") or "F.PP0.MB0"
+        only = ctx.params.get("target")
+        is_target = only is not None and Path(only).exists()
+        target = only if is_target else "example.py"
+        task = "F.PP0.MB0" if is_target or only is None else only
         raise click.UsageError(
             "explain needs a target and a subject, which is a task (F.PP0.MB0), a parameter or a "
-            f"rank, as in: piper explain example.py {task}; of a job of piper train that the "
+            f"rank, as in: piper explain {target} {task}; of a job of piper train that the "
             f"options describe: piper explain - {task}"
         )
     return given
@@ -409,7 +420,7 @@ def explain(ctx: click.Context, target: "Target", ranks: int | None, subject: st
     """
     from piper_dynamo.look.explain import explain as explained
 
-    text = explained(target.plan(ranks), subject)
+    text = explained(_planned(target, ranks), subject)
     click.echo(text)
     if is_json(ctx):
         show_json(ctx, is_fine=True, subject=subject, text=text.splitlines())

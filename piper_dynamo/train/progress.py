@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TextIO
 
 TICK_S, LOG_TICK_S = 0.5, 10.0
@@ -39,9 +39,12 @@ class Progress:
     def phase(self, text: str) -> Iterator[None]:
         """Say what is going on now, and from time to time that it still is."""
         self.say(text)
-        if not self._is_shown:
+        with self.ticking(text) if self._is_shown else nullcontext():
             yield
-            return
+
+    @contextmanager
+    def ticking(self, text: str) -> Iterator[None]:
+        """Say from time to time that something still goes on."""
         done = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(text, done), daemon=True)
         ticker.start()
@@ -89,6 +92,14 @@ class Progress:
                 bar.update()
 
             yield step
+
+
+@contextmanager
+def waiting_for(text: str) -> Iterator[None]:
+    """In a terminal, what goes on and for how long, until it has ended; elsewhere nothing."""
+    is_terminal = sys.stderr.isatty()
+    with Progress(is_shown=True).ticking(text) if is_terminal else nullcontext():
+        yield
 
 
 class _Lines:
