@@ -331,7 +331,8 @@ def find_contradiction(dag: Dag) -> str:
         else "an order contradicts the dataflow or another order"
     )
     asked = _orders_of([(ordered.get(edge, ""), *(tasks[i] for i in edge)) for edge in edges])
-    if any(_MADE.search(ordered.get(edge, "")) for edge in edges):
+    has_buffer = any(_BUFFER in reason[edge] for edge in edges)
+    if not has_buffer and any(_MADE.search(ordered.get(edge, "")) for edge in edges):
         hint = (
             "the order is right for stages that follow one another in forward: see in "
             "plan.summary() of a gpipe what patterns of regions= or annotations take in, and "
